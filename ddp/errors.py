@@ -84,6 +84,7 @@ CALLED_ELSEWHERE = {  # our word, or a sentence → other libraries' words for i
     "mirrored": "mirrored dp dataparallel horovod",
     "multi_worker": "multiworker multiworkermirrored collectiveallreduce",
     "sharded": "sharded zero zero1 zeroredundancyoptimizer ddpsharded",
+    "fully_sharded": "fsdp fsdp2 fullyshard fullyshardeddataparallel deepspeed zero2 zero3",
     "central_storage": "centralstorage",
     "parameter_server": "parameterserver parameterservers ps parameterserverv2 async asynchronous",
     "local_sgd": "localsgd diloco streamingdiloco postlocalsgd postlocalsgdoptimizer periodicmodelaverager fedavg",
@@ -97,9 +98,6 @@ CALLED_ELSEWHERE = {  # our word, or a sentence → other libraries' words for i
     "bf16_pure": "bf16true",
     "search": "tune hyperparameters",
     "bench step": "bench benchmark benchstrategies benchsamebits",
-    "Parameters are whole on every rank here; sharded cuts the optimizer's state alone": (
-        "fsdp fsdp2 fullyshard fullyshardeddataparallel deepspeed zero2 zero3"
-    ),
     "Take ddp.Averaging(find_unused_parameters=True), or replica.find_unused_parameters=true": (
         "ddpfindunusedparameterstrue"
     ),

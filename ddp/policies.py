@@ -127,11 +127,14 @@ class Averaging(Buckets):
         strategy: the word for who holds parameters and optimizer state (`strategies/choice.py`).
         region: of strategy="central_storage": the name under which other jobs of this user on the host find the
             parameters while it trains, as `ddp.load(region=…)`.
+        units: of strategy="fully_sharded": a pattern of names of modules, such as "blocks.*", each of which is gathered
+            as one; None: the elements of outermost ModuleLists, Sequentials and ModuleDicts.
         hook: sends a part of the gradients between hosts, such as `ddp.gradients.PowerSGD(4)`.
     """
 
     strategy: StrategyName = "auto"
     region: str | None = None
+    units: str | None = None
     hook: Any = None  # ddp.gradients.Hook, which imports torch
 
     def __post_init__(self) -> None:
@@ -146,6 +149,11 @@ class Averaging(Buckets):
                     f"region={self.region!r} with strategy={self.strategy!r}: a region is of strategy='central_storage'"
                     " alone; take that, or leave region out"
                 )
+        if self.units is not None and self.strategy != "fully_sharded":
+            raise ConfigError(
+                f"units={self.units!r} with strategy={self.strategy!r}: a model is cut into units by "
+                "strategy='fully_sharded' alone; take that, or leave units out"
+            )
         kind = KINDS.get(self.strategy, Averaging)
         if not isinstance(self, kind):
             raise ConfigError(f"strategy={self.strategy!r}: has its own choices; give a ddp.{kind.__name__}")

@@ -435,6 +435,14 @@ RULES: tuple[Rule[Setup], ...] = (
          "keeps parameters in the host's memory, which a GPU would read over its bus in every forward; take "
          "{device:cpu}, or {strategy:sharded}"),
 
+    Rule(lambda s: s.strategy == "fully_sharded" and s.verify_every, "verify_every",
+         "compares whole parameters, which no worker has with {strategy}; leave it out"),
+    Rule(lambda s: s.strategy == "fully_sharded" and s.guard, "guard",
+         "looks for a bad sample on one worker alone, and with {strategy} none can compute alone; leave it out"),
+    Rule(lambda s: s.strategy == "fully_sharded" and s.hook is not None and s.micro_size is not None, "hook",
+         "with {strategy} each micro-batch is summed by itself, so that a hook would see the last one alone; leave "
+         "{=micro_size} or the hook out"),
+
     # --- servers
     Rule(lambda s: s.strategy == "parameter_server" and s.precision == "fp16", "strategy",
          "{precision} repeats steps with another loss scale, which workers do not agree on; take {precision:bf16}"),
@@ -492,6 +500,8 @@ RULES: tuple[Rule[Setup], ...] = (
     # --- the same bits
     Rule(lambda s: s.same_bits and s.strategy in ("parameter_server", "local_sgd"), "same_bits with strategy",
          "its updates depend on which worker computes what; take {strategy:auto}, sharded or central_storage"),
+    Rule(lambda s: s.same_bits and s.strategy == "fully_sharded", "same_bits with strategy",
+         "a worker with fewer shards than others would not take part in their forwards; take {strategy:sharded}"),
     Rule(lambda s: s.same_bits and s.hook is not None, "same_bits with hook",
          "what it has not sent yet depends on the number of hosts; leave it out"),
     Rule(lambda s: s.same_bits and s.wire == "fp32", "same_bits with wire",

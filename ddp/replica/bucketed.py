@@ -23,6 +23,7 @@ parameters were added, or frozen or converted in a wrong way, it raises `ConfigE
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -54,7 +55,7 @@ from ddp.replica.broadcast import BufferSync, broadcast_state, check_trainable, 
 from ddp.replica.by_shards import ByShards, check_shards
 from ddp.replica.direct import is_compiler_used, mode_for
 from ddp.replica.parameters import Change, Layouts, ParameterWatch, check_wire, managed, sparse_weights
-from ddp.replica.replica import Replica
+from ddp.replica.replica import PREFIX, Replica
 from ddp.replica.step_finalizer import Share, Usage
 from ddp.replica.sync_batchnorm import waits
 from ddp.replica.units import InSlices, Pass, Units, dissolve_units
@@ -216,6 +217,8 @@ class BucketedDataParallel(Replica):
 
     def release(self) -> None:
         super().release()
+        if self.units is not None:
+            self.units.dissolve(alone=True)
         self._observers.remove()
         self.backward.early.clear()
         self._is_released = True
@@ -396,6 +399,26 @@ class BucketedDataParallel(Replica):
             yield
         finally:
             self.backward, self.accumulation = running, accumulation
+
+    # --- parameters in slices (`units.py`) --------------------------------------------------------------------------
+
+    def whole(self) -> AbstractContextManager[None]:
+        return super().whole() if self.units is None else self.units.whole()
+
+    def state_dict(self, *args: Any, **how: Any) -> Any:
+        """Returns the whole state; collective if parameters are in slices, and on the CPU then."""
+        if self.units is None:
+            return super().state_dict(*args, **how)
+        prefix = f"{how.get('prefix', '')}{PREFIX}"
+        found = how.get("destination")
+        found = OrderedDict() if found is None else found
+        found.update({prefix + name: value for name, value in self.units.state(keep=True).items()})
+        return found
+
+    def load_state_dict(self, *args: Any, **how: Any) -> Any:
+        """Loads a state; collective if parameters are in slices."""
+        with self.whole():
+            return super().load_state_dict(*args, **how)
 
     # --- which gradients live where ----------------------------------------------------------------------------------
 

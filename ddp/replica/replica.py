@@ -31,6 +31,7 @@ from ddp.process.streams import preserved
 from ddp.replica.autograd import uncompiled
 from ddp.replica.backward import Accumulation
 from ddp.replica.broadcast import BufferSnapshot, BufferSync, broadcast_state, verify_replicas
+from ddp.replica.units import form_of
 from ddp.setting import WireName
 
 if TYPE_CHECKING:
@@ -409,6 +410,13 @@ class Replica(nn.Module, ABC):
         finally:
             own.restore()
 
+    def whole(self) -> AbstractContextManager[None]:
+        """Makes all parameters whole for a block, to read and to write them: on all ranks, if they are in slices.
+
+        Collective. A program writes the same values on all ranks.
+        """
+        return nullcontext()
+
     def broadcast_from(self, root: int) -> None:
         """Gives every rank the root's parameters, and its buffers where they are kept equal. Collective."""
         buffers = self._buffer_sync.named().items() if self._buffer_sync.mode != "none" else ()
@@ -452,7 +460,7 @@ class Verification(NamedTuple):
 
 def _accept_plain_keys(replica: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_: Any) -> None:
     """Lets a checkpoint of the bare module load into its replica."""
-    wanted = {prefix + key for key in replica.state_dict()}
+    wanted = {prefix + key for key in form_of(replica)}
     for key in [key for key in state_dict if key.startswith(prefix) and key not in wanted]:
         wrapped = prefix + PREFIX + key.removeprefix(prefix)
         if wrapped in wanted and wrapped not in state_dict:

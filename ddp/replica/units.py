@@ -274,7 +274,7 @@ class Units:
         pattern: str | None = None,
         sending: str = "",
     ) -> None:
-        self._comm, self._module, self.collective = comm, module, collective
+        self.comm, self._module, self.collective = comm, module, collective
         self.is_guarded = True
         self._whole: list[Unit] = []  # besides the root
         self._held = [0] * comm.world_size  # elements, by slice
@@ -348,10 +348,10 @@ class Units:
             del self._flat_of[bucket]
         unit.flats = []
         for bucket in [*buckets, *(Bucket(0, slots) for slots in rest.values())]:
-            bounds = slice_bounds(bucket, self._comm.world_size, self._held)
-            for number in range(self._comm.world_size):
+            bounds = slice_bounds(bucket, self.comm.world_size, self._held)
+            for number in range(self.comm.world_size):
                 self._held[number] += bounds[number + 1] - bounds[number]
-            unit.flats.append(Flat(self._comm, bucket, bounds))
+            unit.flats.append(Flat(self.comm, bucket, bounds))
 
     # --- gathering ---------------------------------------------------------------------------------------------------
 
@@ -475,7 +475,7 @@ class Units:
         Raises:
             ReplicaMismatch: they announce several.
         """
-        found = all_gather_object(self._comm, mine)
+        found = all_gather_object(self.comm, mine)
         known = {rank: Event(*each) for rank, each in enumerate(found) if each is not None}
         if len(set(known.values())) > 1:
             words = ", ".join(f"rank {rank} {self._in_words(event)}" for rank, event in known.items())
@@ -573,15 +573,20 @@ class Units:
         finally:
             self.is_guarded = before
 
-    def dissolve(self) -> None:
-        """Leaves the module as it was before there were units. Collective."""
+    def dissolve(self, *, alone: bool = False) -> None:
+        """Leaves the module as it was before there were units. Collective unless `alone`.
+
+        Args:
+            alone: other ranks may be lost. The parameters are NaN then, until a checkpoint is loaded into them.
+        """
         for unit in self.all:
-            self._gather(unit, "all")
+            if not alone:
+                self._gather(unit, "all")
             for flat in unit.flats:
                 flat.give_up()
-            unit.flats = []
         for handle in self._handles:
             handle.remove()
+        _UNITS_OF.pop(self._module, None)
 
     def _hooks_on(self, unit: Unit) -> Iterator[Any]:
         module = unit.module
@@ -596,8 +601,15 @@ _UNITS_OF: weakref.WeakKeyDictionary[nn.Module, Units] = weakref.WeakKeyDictiona
 
 def dissolve_units(module: nn.Module) -> None:
     """Makes a module whole whose units an earlier replica has made. Collective."""
-    if (units := _UNITS_OF.pop(module, None)) is not None:
-        units.dissolve()
+    if (units := _UNITS_OF.get(module)) is not None:
+        units.dissolve(alone=units.comm.is_broken)
+
+
+def form_of(module: nn.Module) -> dict[str, Any]:
+    """Returns a module's state for names, shapes and types; its parameters may be absent. Not collective."""
+    units = _UNITS_OF.get(getattr(module, "module", module)) or _UNITS_OF.get(module)
+    with nullcontext() if units is None else units.unguarded():
+        return dict(nn.Module.state_dict(module))
 
 
 class _Hook:

@@ -155,7 +155,8 @@ def _as_given(model: Replica, optimizer: Optimizer, averaging: Averaging, num_sh
         ConfigError: a setting contradicts its arguments.
     """
     name = type(model).__name__
-    for key in ("wire", "hook", "bucket_cap_mb", "first_bucket_mb", "find_unused_parameters", "direct_gradients"):
+    sizes = "bucket_cap_mb", "first_bucket_mb", "units"
+    for key in ("wire", "hook", *sizes, "find_unused_parameters", "direct_gradients"):
         if (given := getattr(averaging, key)) != getattr(Averaging, key):
             what = f"give {key} to the replica" if model.collective is not None else "give ddp.fit the bare module"
             raise ConfigError(f"{key}={given!r} with a model in a {name}: {what}")
@@ -205,6 +206,7 @@ def wrapped(
         direct_gradients=averaging.direct_gradients,
         num_shards=num_shards,
         reducer=STRATEGIES[averaging.strategy].reducer,
+        units=averaging.units,
         **how,
     )
     replica.verify_replicas(every=averaging.verify_every)

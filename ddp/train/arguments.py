@@ -52,6 +52,7 @@ from ddp.replica.naive import NaiveDataParallel
 from ddp.replica.parameters import sparse_weights
 from ddp.replica.replica import Replica
 from ddp.replica.sync_batchnorm import waits
+from ddp.replica.units import form_of
 from ddp.setting import Natural, Setup, check_values, refusal, refuse
 from ddp.strategies.choice import check_model, replica_of
 from ddp.train.checkpoints.checkpoint import flat
@@ -471,7 +472,7 @@ def refuse_other_run(given: FitArguments, member: Member) -> None:
     """
     if isinstance(given.model, Replica) and given.replica is None:
         raise ConfigError("min_workers with a model in a replica, whose ranks stay: give ddp.fit the bare module")
-    state = given.model.state_dict() if isinstance(given.model, nn.Module) else {}  # what is none is refused later
+    state = form_of(given.model) if isinstance(given.model, nn.Module) else {}  # what is none is refused later
     data = getattr(given.data, "dataset", given.data)
     mine = {f"the model's {name}": shape_or_type(each) for name, each in state.items()} | {
         "torch": str(torch.__version__),

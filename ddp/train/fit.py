@@ -368,7 +368,8 @@ def _best_at_end(run: OpenRun) -> str:
         is_said = run.given.settings is None and step != state.step
         return f"{note}the weights of step {state.step:,}: {way}" if is_said else ""
     found = read_checkpoint(state.comm, best, state.model.module)
-    state.model.module.load_state_dict(weights_of(found))
+    with state.model.whole():
+        state.model.module.load_state_dict(weights_of(found))
     state.evaluation, state.evaluated_at = found.parts["position"]["evaluation"], step
     return f"{note}its weights"
 

@@ -50,6 +50,22 @@ def averaging(*, name: StrategyName) -> Averaging:
 
 @choice(
     "strategy",
+    "fully_sharded",
+    "each worker holds a slice of parameters, gradients and state; for a model that no worker can hold (ZeRO 3)",
+)
+def fully_sharded(
+    *,
+    units: Annotated[
+        str | None,
+        "pattern of names of modules, each of which is whole on a worker while it computes, as blocks.*; null: the "
+        "elements of outermost lists of modules",
+    ] = None,
+) -> Averaging:
+    return Averaging(strategy="fully_sharded", units=units)
+
+
+@choice(
+    "strategy",
     "central_storage",
     "parameters and optimizer state are once on each host, in memory that all of its workers share",
 )

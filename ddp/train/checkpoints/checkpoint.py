@@ -50,6 +50,7 @@ from ddp.process import gpu
 from ddp.process.records import damage_as_error, json_object, made, to_json
 from ddp.process.terminal import log
 from ddp.replica.replica import Replica
+from ddp.replica.units import form_of
 from ddp.train.checkpoints.checkpoint_store import (
     ANOTHER,
     IN_MEMORY,
@@ -243,7 +244,7 @@ def read_checkpoint(comm: Communicator, path: Path | StoredCheckpoint | None, mo
 
     found = StoredCheckpoint(**on_rank_zero(on_cpu(comm), read, label="reading a checkpoint"))
     parts = {**found.parts, **on_zero}
-    if any("_orig_mod" in name for name in module.state_dict()):
+    if any("_orig_mod" in name for name in form_of(module)):
         return replace(found, parts=parts)
     return replace(found, parts=bare(parts), meta=bare(found.meta))
 

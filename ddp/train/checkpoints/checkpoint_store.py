@@ -65,6 +65,7 @@ from ddp.process.files import (
 from ddp.process.memory import available_bytes
 from ddp.process.records import Count, Digest, Name, damage_as_error, json_object, made, to_json
 from ddp.process.terminal import log
+from ddp.replica.units import form_of
 from ddp.units import binary_size
 
 SCHEMA = 1
@@ -350,7 +351,7 @@ def check_fits(weights: Mapping[str, Any], module: nn.Module, *, source: Path | 
 
     A value that a layer's `get_extra_state` has returned may be anything, and only the layer can check it.
     """
-    own = module.state_dict()
+    own = form_of(module)
     for name, value in own.items():
         if name not in weights:
             raise CheckpointError(f"{source} is of another model: it has no {name} {shape_or_type(value)}")

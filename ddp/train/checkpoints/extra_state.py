@@ -29,6 +29,7 @@ from ddp.data.loading.source import digest_of
 from ddp.errors import CheckpointError, ConfigError
 from ddp.process.terminal import log
 from ddp.replica.replica import Replica
+from ddp.replica.units import form_of
 from ddp.train.checkpoints.checkpoint_store import refusal_of
 from ddp.train.steps.callbacks import EMA, Callback
 from ddp.train.steps.state import TrainState
@@ -155,7 +156,7 @@ class ExtraState(Callback):
         if has_state(self._schedule):
             what = f"the state of schedule={name_of(self._schedule)}"
             self._warn_once("schedule", f"{what} is in no checkpoint: make it a function of its arguments alone")
-        for name, value in state.model.module.state_dict().items():
+        for name, value in form_of(state.model.module).items():
             if not isinstance(value, Tensor) and (why := refusal_of(value)):
                 raise ConfigError(
                     f"the model's state_dict has {name}, which a checkpoint cannot hold, because it is more than "
