@@ -45,7 +45,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from ddp.comm.objects import all_gather_object
 from ddp.comm.reduction import divided_
 from ddp.errors import ConfigError, ReplicaMismatch
-from ddp.gradients.bucket import Bucket, Slot, with_own_storage
+from ddp.gradients.bucket import Bucket, Slot, strides_in_bucket, with_own_storage
 from ddp.gradients.reducer import ReduceScatter, slice_bounds
 from ddp.replica.autograd import uncompiled
 from ddp.replica.backward import Accumulation
@@ -281,6 +281,7 @@ class Units:
 
     Attributes:
         all: the units, and the root.
+        strides_of: by a parameter's id, those that it has in its unit's memory.
         is_guarded: copying or saving the module raises an error while units are released.
     """
 
@@ -322,6 +323,7 @@ class Units:
         self.all = [Unit(index, *part) for index, part in enumerate(parts)]
         self.root = self.all[-1]
         self._unit_of = {id(parameter): unit for unit in self.all for _, parameter in unit.named}
+        self.strides_of = {id(parameter): strides_in_bucket(parameter) for _, parameter in named}
         for unit in self.all:
             broadcast_state(comm, unit.named, sending=sending)
             self._cut(unit, [])
@@ -336,6 +338,7 @@ class Units:
         """Returns the slots of each bucket, one for each unit and dtype, in the expected order of reduction."""
         found: dict[tuple[int, torch.dtype], list[Slot]] = {}
         for slot in sorted(slots, key=lambda slot: slot.index):
+            slot.strides = self.strides_of[id(slot.parameter)]  # a released parameter has none
             found.setdefault((self._unit_of[id(slot.parameter)].index, slot.parameter.dtype), []).append(slot)
         root = self.root.index
         return [found[key] for key in sorted(found, key=lambda key: (key[0] == root, -key[0], str(key[1])))]
@@ -364,7 +367,8 @@ class Units:
         for name, parameter in unit.named:
             if id(parameter) not in in_buckets:
                 key = parameter.dtype, parameter.requires_grad
-                rest.setdefault(key, []).append(Slot(0, name, parameter))
+                rest.setdefault(key, []).append(slot := Slot(0, name, parameter))
+                slot.strides = self.strides_of[id(parameter)]
         gone = set(map(id, unit.flats))
         for bucket in [bucket for bucket, flat in self._flat_of.items() if id(flat) in gone]:
             del self._flat_of[bucket]
