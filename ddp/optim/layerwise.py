@@ -345,7 +345,7 @@ def laid_out_like(parameter: Tensor, tensor: Tensor) -> Tensor:
     They differ if the model has changed its memory format since.
     """
     has_layout = tensor.stride() == parameter.stride() and is_dense(tensor)
-    return tensor if has_layout else torch.empty_like(parameter).copy_(tensor)
+    return tensor if has_layout else torch.empty_like(parameter, device=tensor.device).copy_(tensor)
 
 
 def clip_factor(norm: Tensor, clip_norm: float | None) -> Factor:

@@ -19,8 +19,8 @@ those whose forward is running: the next one takes its place. Each gathering has
 by itself, such as a view, stays valid, and costs that memory.
 
 Note "absent". Without its memory a parameter keeps its shape, and every read gives NaN, because it is one number that
-is expanded; torch refuses to write to it. A released parameter that takes part in a forward is found when autograd
-saves it, or by its gradient.
+is expanded. Torch refuses most writes to it, and the next gathering refuses the rest. A released parameter that takes
+part in a forward is found when autograd saves it, or by its gradient.
 
 Note "one order". Gathering and reducing are collectives, so all ranks must use units in one order. The first pass of a
 kind compares the order of all ranks, event by event, and records it. A rank without samples repeats what was recorded,
@@ -45,7 +45,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from ddp.comm.objects import all_gather_object
 from ddp.comm.reduction import divided_
 from ddp.errors import ConfigError, ReplicaMismatch
-from ddp.gradients.bucket import Bucket, Slot, with_own_storage
+from ddp.gradients.bucket import Bucket, Slot, strides_in_bucket, with_own_storage
 from ddp.gradients.reducer import ReduceScatter, slice_bounds
 from ddp.process.memory import give_back_large_blocks
 from ddp.replica.autograd import uncompiled
@@ -81,6 +81,7 @@ class Flat:
         number = comm.slices[comm.rank]
         self.start, self.stop = bounds[number], bounds[number + 1]
         self._gradient: Tensor | None = None
+        self._versions: list[int] = []  # of released parameters
         like = bucket.slots[0].parameter
         self.dtype, self.device = like.dtype, like.device
         self.whole: Tensor | None = self._new() if memory is None else memory
@@ -102,8 +103,13 @@ class Flat:
                 slot.parameter.data = view if self._memory is None else with_own_storage(view)
 
     def gather(self, label: str) -> None:
-        """Makes the parameters those of all ranks' slices. Collective."""
+        """Makes the parameters those of all ranks' slices. Collective.
+
+        Raises:
+            ConfigError: the program has written to one that was released.
+        """
         if self.whole is None:
+            self._check_unwritten()
             self.whole = self._new()
             self.whole[self.start : self.stop] = self.mine
             for slot, view in zip(self.bucket.slots, self.bucket.views_of(self.whole), strict=True):
@@ -116,6 +122,20 @@ class Flat:
             self.whole = None
             for slot in self.bucket.slots:
                 slot.parameter.data = absent(slot.parameter)
+            self._versions = self._versions_now()
+
+    def _versions_now(self) -> list[int]:
+        return [slot.parameter._version for slot in self.bucket.slots]
+
+    def _check_unwritten(self) -> None:
+        """Finds what torch does not refuse: a write to one element, and filling with one value."""
+        before, self._versions = self._versions, self._versions_now()
+        for slot, old, new in zip(self.bucket.slots, before, self._versions, strict=True):
+            if old != new:
+                raise ConfigError(
+                    f"{slot.name} was written to while it was released, which has changed no rank's slice: write "
+                    "inside of `with model.whole():`, the same on all ranks"
+                )
 
     @torch.no_grad()
     def keep(self) -> None:
@@ -143,15 +163,17 @@ class Flat:
 
 
 def is_absent(tensor: Tensor) -> bool:
-    """Returns True for a tensor of `absent`, or one like it."""
-    return not any(tensor.stride()) and bool(tensor.dim()) and tensor.untyped_storage().nbytes() <= tensor.itemsize
+    """Returns True for a tensor of `absent` itself."""
+    return getattr(tensor, "is_absent", False)
 
 
 def absent(like: Tensor) -> Tensor:
     """Returns a tensor like a parameter, all of whose elements are one NaN (note "absent")."""
     with torch.inference_mode(False):
         nan = torch.full((), math.nan, dtype=like.dtype, device=like.device)
-        return nan.expand(like.shape)
+        found = nan.as_strided(like.shape, (0,) * like.dim())
+    found.is_absent = True  # type: ignore[attr-defined]
+    return found
 
 
 # --- Which modules are units -----------------------------------------------------------------------------------------
@@ -265,6 +287,7 @@ class Units:
 
     Attributes:
         all: the units, and the root.
+        strides_of: by a parameter's id, those that it has in its unit's memory.
         is_guarded: copying or saving the module raises an error while units are released.
     """
 
@@ -306,6 +329,7 @@ class Units:
         self.all = [Unit(index, *part) for index, part in enumerate(parts)]
         self.root = self.all[-1]
         self._unit_of = {id(parameter): unit for unit in self.all for _, parameter in unit.named}
+        self.strides_of = {id(parameter): strides_in_bucket(parameter) for _, parameter in named}
         for unit in self.all:
             broadcast_state(comm, unit.named, sending=sending)
             self._cut(unit, [])
@@ -321,6 +345,7 @@ class Units:
         """Returns the slots of each bucket, one for each unit and dtype, in the expected order of reduction."""
         found: dict[tuple[int, torch.dtype], list[Slot]] = {}
         for slot in sorted(slots, key=lambda slot: slot.index):
+            slot.strides = self.strides_of[id(slot.parameter)]  # a released parameter has none
             found.setdefault((self._unit_of[id(slot.parameter)].index, slot.parameter.dtype), []).append(slot)
         root = self.root.index
         return [found[key] for key in sorted(found, key=lambda key: (key[0] == root, -key[0], str(key[1])))]
@@ -349,7 +374,8 @@ class Units:
         for name, parameter in unit.named:
             if id(parameter) not in in_buckets:
                 key = parameter.dtype, parameter.requires_grad
-                rest.setdefault(key, []).append(Slot(0, name, parameter))
+                rest.setdefault(key, []).append(slot := Slot(0, name, parameter))
+                slot.strides = self.strides_of[id(parameter)]
         gone = set(map(id, unit.flats))
         for bucket in [bucket for bucket, flat in self._flat_of.items() if id(flat) in gone]:
             del self._flat_of[bucket]

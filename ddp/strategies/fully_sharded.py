@@ -27,7 +27,7 @@ from ddp.errors import ConfigError
 from ddp.gradients.layout import Layout
 from ddp.gradients.reducer import ReduceScatter, UnitReduceScatter
 from ddp.replica.units import Flat, Units, is_absent
-from ddp.strategies.sharded import Part, Sharded, Slices, parts_in
+from ddp.strategies.sharded import Part, Sharded, Slices, parts_in, share_of
 from ddp.strategies.strategy import Replicated
 
 
@@ -79,6 +79,10 @@ class FullySharded(Sharded):
         gradient = part.whole.grad
         if gradient is not None and not is_absent(gradient):
             super()._take_gradient(part)
+
+    def _share_of(self, part: Part, value: Tensor) -> Tensor:
+        like = torch.empty_strided(value.shape, self.units.strides_of[id(part.whole)], dtype=value.dtype, device="meta")
+        return share_of(part.start, part.stop, like, value)
 
     def _slices_of(self, layout: Layout) -> Slices:
         return UnitSlices(self._comm, layout, self._collective, self.units)

@@ -138,7 +138,7 @@ class Sharded(Replicated):
         """Copies a gradient to the bucket, if the program has replaced it since backward."""
         gradient, start_bytes = part.whole.grad, part.start * part.gradient.element_size()
         if gradient is not None and gradient.data_ptr() != part.gradient.data_ptr() - start_bytes:
-            part.gradient.copy_(share_of(part.start, part.stop, part.whole, gradient))
+            part.gradient.copy_(self._share_of(part, gradient))
 
     def _zeros(self, *shape: int) -> Tensor:
         return torch.zeros(*shape, dtype=torch.float64, device=self._comm.device)
@@ -200,8 +200,12 @@ class Sharded(Replicated):
             state = self.optimizer.state.setdefault(part.whole, {})
             for name, value in state.items():
                 if is_large(value, part.whole, name) and value.shape != part.weights.shape:
-                    state[name] = share_of(part.start, part.stop, part.whole, value).clone()
+                    state[name] = self._share_of(part, value).clone()
             self._of_parts.state[part.weights] = state  # the same dict, so that each sees the other's changes
+
+    def _share_of(self, part: Part, value: Tensor) -> Tensor:
+        """Returns a part's elements of a value that has the shape of the whole parameter."""
+        return share_of(part.start, part.stop, part.whole, value)
 
     def _optimizer_of(self, parts: Sequence[Part]) -> Optimizer:
         """Returns an optimizer of these parts, without a state."""
