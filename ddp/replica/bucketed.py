@@ -445,6 +445,9 @@ class BucketedDataParallel(Replica):
         """The buckets of the next step, in the order of reduction."""
         return self._layouts.current.buckets
 
+    def in_words(self) -> list[str]:
+        return [] if self.units is None else [self.units.in_words()]
+
     @property
     def is_whole(self) -> bool:
         return self.units is None

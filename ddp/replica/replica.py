@@ -273,6 +273,10 @@ class Replica(nn.Module, ABC):
         """Returns True if this kind of replica can measure the parts of a batch (`Totals.parts`)."""
         return False
 
+    def in_words(self) -> list[str]:
+        """Returns lines for the user on how the model is held, if that is not as usual."""
+        return []
+
     @property
     def is_whole(self) -> bool:
         """Returns True if this rank has all parameters outside of a forward, so that it can compute alone."""

@@ -51,6 +51,7 @@ from ddp.process.memory import give_back_large_blocks
 from ddp.replica.autograd import uncompiled
 from ddp.replica.backward import Accumulation
 from ddp.replica.broadcast import broadcast_state
+from ddp.units import binary_size, counted
 
 if TYPE_CHECKING:
     from ddp.comm.communicator import Communicator
@@ -339,6 +340,22 @@ class Units:
         self._handles = [handle for unit in self.all for handle in self._hooks_on(unit)]
         _UNITS_OF[module] = self
 
+    def in_words(self) -> str:
+        """Returns how many units there are, and what a rank holds of them."""
+        *units, root = [unit.num_bytes for unit in self.all]
+        total, largest = sum(units) + root, max(units, default=0)
+        mine = sum(flat.mine.nbytes for unit in self.all for flat in unit.flats)
+        text = (
+            f"parameters: {binary_size(total)} in {counted(len(units), 'unit')} and the root; this rank keeps "
+            f"{binary_size(mine)}, and {binary_size(root + largest)} more while it computes"
+        )
+        if len(units) > 1 and root + largest < total / 2:
+            return text
+        return (
+            f"{text}. Little is saved, because the root or one unit has most of them: put the layers into an "
+            "nn.ModuleList or nn.Sequential, or name them by units=PATTERN"
+        )
+
     # --- slices ------------------------------------------------------------------------------------------------------
 
     def groups(self, slots: Iterable[Slot]) -> list[list[Slot]]:
@@ -582,20 +599,6 @@ class Units:
         with self.unguarded():
             values = self._module.state_dict(keep_vars=True)
         return {name: found.get(id(value), value) for name, value in values.items()}
-
-    @torch.no_grad()
-    def load(self, state: Any) -> None:
-        """Takes this rank's slices of a state of the module, and its buffers."""
-        for unit in self.all:
-            self._release(unit)
-            for flat in unit.flats:
-                whole = torch.empty(flat.bounds[-1], dtype=flat.dtype, device=flat.device)
-                for slot, view in zip(flat.bucket.slots, flat.bucket.views_of(whole), strict=True):
-                    view.copy_(state[slot.name])
-                flat.mine.copy_(whole[flat.start : flat.stop])
-        for name, buffer in self._module.named_buffers():
-            if name in state:
-                buffer.copy_(state[name])
 
     @contextmanager
     def unguarded(self) -> Iterator[None]:

@@ -16,7 +16,9 @@ whole state, and `with model.whole():` makes the parameters whole for a block.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ from ddp.comm.communicator import Communicator
 from ddp.errors import ConfigError
 from ddp.gradients.layout import Layout
 from ddp.gradients.reducer import ReduceScatter, UnitReduceScatter
+from ddp.replica.broadcast import broadcast_tensors
 from ddp.replica.units import Flat, Units, is_absent
 from ddp.strategies.sharded import Part, Sharded, Slices, parts_in, share_of
 from ddp.strategies.strategy import Replicated
@@ -54,8 +57,9 @@ class FullySharded(Sharded):
     def finish(self, *, alone: bool = False) -> None:
         """Leaves parameters in slices, and the optimizer without the state of those."""
         if self._slices is not None:
-            self.optimizer.state = self._state_without_others()
-            self._slices = None
+            cut = self._slices.layout.slot_of
+            whole = {each: known for each, known in self.optimizer.state.items() if id(each) not in cut}
+            self.optimizer.state, self._slices = defaultdict(dict, whole), None
             self._of_parts, self._places = self.optimizer, {}  # frees the parts
         Replicated.finish(self, alone=alone)
 
@@ -104,7 +108,66 @@ class FullySharded(Sharded):
         return self.units.state(keep=self._comm.rank == 0)
 
     def _load_model(self, state: Mapping[str, Tensor]) -> None:
-        self.units.load(state)
+        """Takes this rank's slices of rank 0's state, one unit after another; buffers, too, are rank 0's."""
+        for flat in self._flats():
+            flat.mine.copy_(self._mine_of(flat, {slot.name: state[slot.name] for slot in flat.bucket.slots}, "loading"))
+        self.units.release()
+        buffers = {name: each for name, each in self.model.module.named_buffers() if name in state}
+        if self._comm.rank == 0:
+            for name, buffer in buffers.items():
+                buffer.copy_(state[name])
+        broadcast_tensors(self._comm, list(buffers.values()), label="buffers")
+
+    def _load_optimizer_state(self, state: dict[str, Any]) -> None:
+        """Takes this rank's parts of rank 0's state, one kind of one unit's after another."""
+        parameters = chain.from_iterable(group["params"] for group in self.optimizer.param_groups)
+        known = {id(parameter): state["state"].get(number, {}) for number, parameter in enumerate(parameters)}
+        small = {
+            number: {name: value for name, value in each.items() if not _is_of_elements(value)}
+            for number, each in state["state"].items()
+        }
+        self.optimizer.load_state_dict({**state, "state": small})
+        everyone, mine = self.optimizer.state, defaultdict[Tensor, dict[str, Any]](dict)
+        for flat in self._flats():
+            for slot, *_ in parts_in(flat.bucket, flat.start, flat.stop):
+                if slot.parameter in everyone:
+                    mine[slot.parameter] = everyone[slot.parameter]
+            kinds = {
+                (name, value.dtype)
+                for slot in flat.bucket.slots
+                for name, value in known.get(id(slot.parameter), {}).items()
+                if _is_of_elements(value)
+            }
+            for name, dtype in sorted(kinds, key=str):
+                values = {slot.name: known.get(id(slot.parameter), {}).get(name) for slot in flat.bucket.slots}
+                here = self._mine_of(flat, values, f"loading {name}", dtype)
+                for slot, _, begin, end in parts_in(flat.bucket, flat.start, flat.stop):
+                    if values[slot.name] is not None:
+                        mine[slot.parameter][name] = here[begin - flat.start : end - flat.start].clone()
+        self.optimizer.state, self._slices = mine, None
+
+    def _flats(self) -> list[Flat]:
+        """Returns the memory of all units, for the parameters that need a gradient now. Collective."""
+        self.model.prepare()
+        for bucket in self.model.buckets:
+            self.units.flat_of(bucket)
+        return [flat for unit in self.units.all for flat in unit.flats]
+
+    def _mine_of(
+        self, flat: Flat, given: Mapping[str, Tensor | None], what: str, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """Returns this rank's slice of values that rank 0 has for parameters, laid out as in their unit. Collective."""
+        whole = torch.zeros(flat.bounds[-1], dtype=dtype or flat.dtype, device=flat.device)
+        if self._comm.rank == 0:
+            for slot, view in zip(flat.bucket.slots, flat.bucket.views_of(whole), strict=True):
+                if (value := given[slot.name]) is not None:
+                    view.copy_(value)
+        return self._comm.broadcast(whole, label=f"{what} of {flat.bucket.label}")[flat.start : flat.stop].clone()
+
+
+def _is_of_elements(value: Any) -> bool:
+    """Returns True for a state that has an element for each element of its parameter."""
+    return isinstance(value, Tensor) and value.dim() > 0
 
 
 class UnitSlices(Slices):
