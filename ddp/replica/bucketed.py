@@ -316,6 +316,11 @@ class BucketedDataParallel(Replica):
 
     def _follow_micro_batch(self) -> None:
         if self.units is not None and isinstance(self.accumulation, InSlices):
+            if self.require_forward_param_sync and self._buffer_sync.is_active:
+                self.prepare()
+                self._buffer_sync.before_forward(self.inputs.root)
+                self._buffer_sync.after_forward()
+            self.require_forward_param_sync = False
             self.units.follow_forward(is_training=True, records=True)
             self.units.follow(Pass(True, True, False), self.accumulation.reduce_early)
 
