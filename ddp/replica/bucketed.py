@@ -242,6 +242,11 @@ class BucketedDataParallel(Replica):
         is_direct = self._direct is not None and torch.is_grad_enabled() and not is_compiler_used()
         return self._direct if is_direct else None
 
+    def _around_repeated(self) -> AbstractContextManager[Any] | None:
+        if self.units is None or torch._C._are_functorch_transforms_active():
+            return None
+        return self.units.saving()
+
     def _watch_outputs(self, outputs: Any) -> None:
         if self._watch.has_frozen:
             self._check_inside_forward()

@@ -33,7 +33,7 @@ import math
 import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import pairwise
@@ -397,15 +397,18 @@ class Units:
         """Runs a forward of the replica inside; its backward is expected to follow if autograd records it."""
         records = torch.is_grad_enabled()
         self._begin(Pass(False, is_training, records))
-        outer = torch._C._autograd._top_saved_tensors_default_hooks(True) or (None, None)  # of the program
-        pack, unpack = (partial(self._pack, outer[0]), partial(self._unpack, outer[1]))
         try:
-            with saved_tensors_hooks(pack, unpack) if records else nullcontext():
+            with self.saving() if records else nullcontext():
                 yield
         except BaseException:
             self._kind = None  # whose order nobody has seen to the end
             raise
         self._end_forward(records, is_training, is_last)
+
+    def saving(self) -> AbstractContextManager[None]:
+        """Returns a block in which autograd saves views of units as their places (note "on demand")."""
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(True) or (None, None)  # of the program
+        return saved_tensors_hooks(partial(self._pack, outer[0]), partial(self._unpack, outer[1]))
 
     def _end_forward(self, records: bool, is_training: bool, is_last: bool) -> None:
         self.end()
@@ -428,7 +431,7 @@ class Units:
     def use(self, unit: Unit) -> None:
         """Makes a unit whole, in the place of those that nothing runs in. Collective."""
         is_last = self._whole[-1:] == [unit] or (unit is self.root and unit.is_whole)
-        if is_last and unit.index in self._used:  # else it is whole from before this pass, and in its order nevertheless
+        if is_last and unit.index in self._used:  # what is whole from before this pass is in its order nevertheless
             return
         self._used.add(unit.index)
         self.note(Event("use", unit.index))
@@ -719,6 +722,12 @@ class InSlices(Accumulation):
     def begin(self, layout: Layout, share: Share) -> Share:
         for bucket in layout.buckets:
             self._units.flat_of(bucket)
+        for slot in layout.slots:
+            if (gradient := slot.parameter.grad) is not None and is_absent(gradient):
+                raise RuntimeError(
+                    f"{slot.name} has the gradient of the last step, which is in slices, so that nothing can be added "
+                    "to it: call zero_grad() before each backward, and put all but the last of a step into no_sync()"
+                )
         self._ready.clear()
         return share
 
