@@ -137,14 +137,14 @@ class Bucket:
 
     def borrow(self, memory: Tensor) -> None:
         """Takes uninitialized memory, [numel], until the next call of this or of `give_back`."""
-        self.rows, self.flat, self.gradients, self.tail = memory.view(1, -1), memory, memory, memory[:0]
+        self.rows, self.flat, self.gradients, self.tail = memory.view(1, -1), memory, memory, memory.new_empty(0)
         self._padding, start = memory.new_empty(0, dtype=torch.int64), 0
         for slot, view in zip(self.slots, self.views_of(memory), strict=True):
             slot.view, slot.rows, start = view, [view], start + span(slot.parameter)
             memory[start - span(slot.parameter) + slot.parameter.numel() : start].zero_()
 
     def give_back(self, mean: Tensor) -> None:
-        """Gives back borrowed memory, of which `mean` is all that is kept."""
+        """Gives back borrowed memory, of which `mean` is all that is kept, until the next call."""
         self.rows, self.flat, self.gradients = mean.view(1, -1), mean, mean
         for slot in self.slots:
             slot.view, slot.rows = None, []

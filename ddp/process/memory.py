@@ -205,6 +205,13 @@ def give_back_free_blocks() -> None:
         trim(0)
 
 
+def give_back_large_blocks() -> None:
+    """Returns freed memory to the system, and from now on each block of a MiB or more as soon as it is free."""
+    if (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
+        mallopt(_MALLOPT["MALLOC_MMAP_THRESHOLD_"], 1 << 20)
+    give_back_free_blocks()
+
+
 # --- A signal when the parent dies -----------------------------------------------------------------------------------
 # Workers request SIGTERM, after which they can still agree to stop (`run/launch/worker.py`). Loader processes request
 # SIGKILL: they may be waiting in a read that never returns, and have nothing to save (`data/loading/loader.py`).

@@ -48,6 +48,7 @@ from ddp.comm.reduction import divided_
 from ddp.errors import ConfigError, ReplicaMismatch
 from ddp.gradients.bucket import Bucket, Slot, strides_in_bucket, with_own_storage
 from ddp.gradients.reducer import ReduceScatter, slice_bounds
+from ddp.process.memory import give_back_large_blocks
 from ddp.replica.autograd import uncompiled
 from ddp.replica.backward import Accumulation
 from ddp.replica.broadcast import broadcast_state
@@ -151,10 +152,15 @@ class Flat:
 
     @property
     def gradient(self) -> Tensor:
-        """The mean gradient of the slice, [stop − start]; uninitialized at first."""
+        """The gradient of the slice, [stop − start]; uninitialized after `drop_gradient`."""
         if self._gradient is None:
             self._gradient = torch.empty_like(self.mine)
         return self._gradient
+
+    def drop_gradient(self) -> None:
+        """Frees the gradient's memory: in the next forward, activations need it."""
+        self._gradient = None
+        self.bucket.give_back(self.mine[:0].clone())
 
 
 def is_absent(tensor: Tensor) -> bool:
@@ -330,6 +336,7 @@ class Units:
             broadcast_state(comm, unit.named, sending=sending)
             self._cut(unit, [])
             self._release(unit)
+        give_back_large_blocks()  # else free blocks of many sizes would be kept, and no memory saved
         broadcast_state(comm, module.named_buffers())
         self._handles = [handle for unit in self.all for handle in self._hooks_on(unit)]
         _UNITS_OF[module] = self

@@ -26,8 +26,8 @@ from ddp.comm.communicator import Communicator
 from ddp.errors import ConfigError
 from ddp.gradients.layout import Layout
 from ddp.gradients.reducer import ReduceScatter, UnitReduceScatter
-from ddp.replica.units import Units, is_absent
-from ddp.strategies.sharded import Part, Sharded, Slices, share_of
+from ddp.replica.units import Flat, Units, is_absent
+from ddp.strategies.sharded import Part, Sharded, Slices, parts_in, share_of
 from ddp.strategies.strategy import Replicated
 
 
@@ -61,10 +61,18 @@ class FullySharded(Sharded):
 
     # --- a step ------------------------------------------------------------------------------------------------------
 
+    def _gradient_norm(self) -> Tensor:
+        slices = self._prepared()
+        assert isinstance(slices, UnitSlices)
+        slices.take_gradients()
+        return super()._gradient_norm()
+
     @torch.no_grad()
     def _step(self, norm: Tensor) -> None:
         super()._step(norm)
         self.units.release()
+        assert isinstance(self._slices, UnitSlices)
+        self._slices.drop_gradients()
 
     @torch.no_grad()
     def _take_gradient(self, part: Part) -> None:
@@ -115,3 +123,28 @@ class UnitSlices(Slices):
                     "made: convert the model first"
                 )
         super().__init__(layout, collective, {bucket: units.flat_of(bucket).mine for bucket in layout.buckets})
+        places: dict[int, tuple[Flat, int, int]] = {}  # of each part in the slice of its unit
+        for bucket in layout.buckets:
+            first, last = collective.slice_of(bucket)
+            for slot, _, begin, end in parts_in(bucket, first, last):
+                places[slot.index] = units.flat_of(bucket), begin - first, end - first
+        self._places = [places[index] for index in sorted(places)]
+        self._without_gradients()
+
+    def take_gradients(self) -> None:
+        """Finds the gradients of a step in the memory that its backward has taken for them."""
+        self.parts = [
+            part._replace(gradient=flat.gradient[begin:end].view_as(part.weights))
+            for part, (flat, begin, end) in zip(self.parts, self._places, strict=True)
+        ]
+
+    def drop_gradients(self) -> None:
+        """Frees the memory of the gradients."""
+        for part in self.parts:
+            part.weights.grad = None
+        self._without_gradients()
+        for flat, _, _ in self._places:
+            flat.drop_gradient()
+
+    def _without_gradients(self) -> None:
+        self.parts = [part._replace(gradient=part.weights.detach().new_empty(0)) for part in self.parts]

@@ -14,9 +14,11 @@
 | by_hand           | the loop of torch's tutorials on the same samples: torch's class, DataLoader, DistributedSampler |
 | mirrored          | every rank makes the whole update (`strategies/strategy.py`)                                     |
 | sharded           | each rank updates a slice, and gives it to all (`strategies/sharded.py`)                         |
+| fully_sharded     | each rank keeps a slice of parameters, gradients and state (`strategies/fully_sharded.py`)       |
 | central_storage   | the ranks of a host share parameters and state (`strategies/central_storage.py`)                 |
 | local_sgd         | each rank trains separately; every eighth step averages weights (`strategies/local_sgd.py`)      |
 | torch_zero        | torch with its `ZeroRedundancyOptimizer`: each rank updates some of the tensors                  |
+| fully_shard       | torch's `fully_shard` (FSDP2) of each unit of fully_sharded, and of the model                    |
 | same_bits         | bucketed with num_shards=8: a forward and a backward for each of the worker's shards             |
 | accumulated       | bucketed with the same forwards, added up by ranks: all but the last in `no_sync`                |
 | torch_accumulated | the same of torch's class                                                                        |
@@ -56,8 +58,10 @@ from ddp.process.clock import now_s
 from ddp.replica.bucketed import BucketedDataParallel
 from ddp.replica.drop_in.data_parallel import DistributedDataParallel
 from ddp.replica.naive import NaiveDataParallel
+from ddp.replica.units import unit_modules
 from ddp.strategies import strategy
 from ddp.strategies.central_storage import CentralStorage
+from ddp.strategies.fully_sharded import FullySharded
 from ddp.strategies.local_sgd import LocalSteps
 from ddp.strategies.sharded import Sharded
 from ddp.strategies.strategy import Replicated
@@ -328,6 +332,16 @@ def _torch_zero(module: nn.Module, batch: Batch, make_optimizer: MakeOptimizer) 
     return Training(_torch(module), batch, sliced)
 
 
+def _fully_shard(module: nn.Module, batch: Batch, make_optimizer: MakeOptimizer) -> Training:
+    from torch.distributed.device_mesh import init_device_mesh  # here, because torch warns of what it imports
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for each in (*unit_modules(module).values(), module):
+        fully_shard(each, mesh=mesh)
+    return Training(module, batch, make_optimizer(module.parameters()))
+
+
 VARIANTS: Mapping[str, MakeTraining] = {
     "ours": _in(DistributedDataParallel),
     "torch": _in(_torch),
@@ -341,9 +355,11 @@ VARIANTS: Mapping[str, MakeTraining] = {
     "by_hand": _in(_torch, ByHand),
     "mirrored": _by(Replicated),
     "sharded": _by(Sharded),
+    "fully_sharded": _by(FullySharded),
     "central_storage": _by(CentralStorage),
     "local_sgd": _by(LocalSteps, EVERY),
     "torch_zero": _torch_zero,
+    "fully_shard": _fully_shard,
     "same_bits": _in(partial(BucketedDataParallel, num_shards=NUM_SHARDS), ByShards),
     "accumulated": _in(BucketedDataParallel, Accumulating),
     "torch_accumulated": _in(_torch, Accumulating),

@@ -66,8 +66,8 @@ def _small_cnn() -> nn.Module:
     )
 
 
-def _gpt() -> nn.Module:
-    return GPT(vocab_size=256, context=128, width=384, depth=6, heads=6)
+def _gpt(width: int = 384, depth: int = 6) -> nn.Module:
+    return GPT(vocab_size=256, context=128, width=width, depth=depth, heads=width // 64)
 
 
 def _images(n: int, channels: int, size: int, *, num_classes: int = 10) -> Callable[[], Batch]:
@@ -100,6 +100,7 @@ WORKLOADS = {
     ),
     "gpt-10m": Workload(_gpt, _tokens(4)),
     "gpt-10m-b1": Workload(_gpt, _tokens(1)),
+    "gpt-25m": Workload(partial(_gpt, 512, 8), _tokens(4)),
     "encoder": Workload(_encoder, _tokens(4)),
     "tiny-1000": Workload(lambda: TinyLayers(500), lambda: (torch.randn(8, 4), torch.randint(0, 4, (8,)))),
 }
