@@ -242,6 +242,11 @@ class BucketedDataParallel(Replica):
         is_direct = self._direct is not None and torch.is_grad_enabled() and not is_compiler_used()
         return self._direct if is_direct else None
 
+    def _around_repeated(self) -> AbstractContextManager[Any] | None:
+        if self.units is None or torch._C._are_functorch_transforms_active():
+            return None
+        return self.units.saving()
+
     def _watch_outputs(self, outputs: Any) -> None:
         if self._watch.has_frozen:
             self._check_inside_forward()
@@ -316,6 +321,11 @@ class BucketedDataParallel(Replica):
 
     def _follow_micro_batch(self) -> None:
         if self.units is not None and isinstance(self.accumulation, InSlices):
+            if self.require_forward_param_sync and self._buffer_sync.is_active:
+                self.prepare()
+                self._buffer_sync.before_forward(self.inputs.root)
+                self._buffer_sync.after_forward()
+            self.require_forward_param_sync = False
             self.units.follow_forward(is_training=True, records=True)
             self.units.follow(Pass(True, True, False), self.accumulation.reduce_early)
 

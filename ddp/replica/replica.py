@@ -107,7 +107,8 @@ class Replica(nn.Module, ABC):
         """Runs the module's forward; a backward through what it returns ends with equal gradients on all ranks."""
         try:
             if self._is_no_step():
-                return self.module(*args, **kwargs)
+                with self._around_repeated() or nullcontext():
+                    return self.module(*args, **kwargs)
             *moment, around = self._before_forward()
             with around or nullcontext():
                 outputs = self.module(*args, **kwargs)
@@ -139,6 +140,10 @@ class Replica(nn.Module, ABC):
 
     def _around_forward(self) -> AbstractContextManager[Any] | None:
         """Returns a block in which the module's forward runs, if it needs one."""
+        return None
+
+    def _around_repeated(self) -> AbstractContextManager[Any] | None:
+        """Returns a block in which a forward runs that is local to this rank, if it needs one."""
         return None
 
     @uncompiled

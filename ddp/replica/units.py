@@ -33,9 +33,10 @@ import math
 import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from fnmatch import fnmatchcase
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, SupportsInt
 
 import torch
@@ -313,6 +314,7 @@ class Units:
         self._orders: dict[Pass, list[Event]] = {}
         self._kind: Pass | None = None  # of the running pass
         self._events: list[Event] = []
+        self._used: set[int] = set()  # numbers of the units among them
         self._follows = False
         self.layouts: Callable[[], Layout]
         modules = unit_modules(module, pattern)
@@ -393,15 +395,24 @@ class Units:
                 key = parameter.dtype, parameter.requires_grad
                 rest.setdefault(key, []).append(slot := Slot(0, name, parameter))
                 slot.strides = self.strides_of[id(parameter)]
-        gone = set(map(id, unit.flats))
+        gone, before = set(map(id, unit.flats)), unit.flats
         for bucket in [bucket for bucket, flat in self._flat_of.items() if id(flat) in gone]:
             del self._flat_of[bucket]
+        for flat in before:  # which a running backward may still read
+            self._hold(flat, -1)
+            if flat.whole is not None:
+                del self._by_address[flat.whole.data_ptr()]
         unit.flats = []
         for bucket in [*buckets, *(Bucket(0, slots) for slots in rest.values())]:
-            bounds = slice_bounds(bucket, self.comm.world_size, self._held)
-            for number in range(self.comm.world_size):
-                self._held[number] += bounds[number + 1] - bounds[number]
-            unit.flats.append(Flat(self.comm, bucket, bounds))
+            unit.flats.append(flat := Flat(self.comm, bucket, slice_bounds(bucket, self.comm.world_size, self._held)))
+            self._hold(flat, 1)
+            assert flat.whole is not None
+            self._by_address[flat.whole.data_ptr()] = unit, flat
+
+    def _hold(self, flat: Flat, sign: int) -> None:
+        """Counts the slices of a flat, or no longer."""
+        for number, (start, stop) in enumerate(pairwise(flat.bounds)):
+            self._held[number] += sign * (stop - start)
 
     # --- gathering ---------------------------------------------------------------------------------------------------
 
@@ -410,11 +421,18 @@ class Units:
         """Runs a forward of the replica inside; its backward is expected to follow if autograd records it."""
         records = torch.is_grad_enabled()
         self._begin(Pass(False, is_training, records))
-        outer = torch._C._autograd._top_saved_tensors_default_hooks(True) or (None, None)  # of the program
-        pack, unpack = (partial(self._pack, outer[0]), partial(self._unpack, outer[1]))
-        with saved_tensors_hooks(pack, unpack) if records else nullcontext():
-            yield
+        try:
+            with self.saving() if records else nullcontext():
+                yield
+        except BaseException:
+            self._kind = None  # whose order nobody has seen to the end
+            raise
         self._end_forward(records, is_training, is_last)
+
+    def saving(self) -> AbstractContextManager[None]:
+        """Returns a block in which autograd saves views of units as their places (note "on demand")."""
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(True) or (None, None)  # of the program
+        return saved_tensors_hooks(partial(self._pack, outer[0]), partial(self._unpack, outer[1]))
 
     def _end_forward(self, records: bool, is_training: bool, is_last: bool) -> None:
         self.end()
@@ -436,8 +454,10 @@ class Units:
 
     def use(self, unit: Unit) -> None:
         """Makes a unit whole, in the place of those that nothing runs in. Collective."""
-        if self._whole[-1:] == [unit] or (unit is self.root and unit.is_whole):
+        is_last = self._whole[-1:] == [unit] or (unit is self.root and unit.is_whole)
+        if is_last and unit.index in self._used:  # what is whole from before this pass is in its order nevertheless
             return
+        self._used.add(unit.index)
         self.note(Event("use", unit.index))
         self._use(unit)
 
@@ -501,7 +521,7 @@ class Units:
 
     def _begin(self, kind: Pass) -> None:
         self.end()
-        self._kind, self._events = kind, []
+        self._kind, self._events, self._used = kind, [], set()
 
     def end(self) -> None:
         """Ends a pass, whose order is known from now on. Collective in the first pass of its kind."""
@@ -582,7 +602,8 @@ class Units:
                 unit.num_running -= 1
                 for flat in unit.flats:
                     flat.keep()
-                self._release(unit)
+                if not unit.num_running:
+                    self._release(unit)
 
     def state(self, *, keep: bool) -> dict[str, Tensor]:
         """Returns the module's state on the CPU, if `keep`. Collective; one unit is whole at a time."""
@@ -661,7 +682,7 @@ class _Hook:
             self._units.use(unit)
             unit.num_running += 1
         elif self._what == "leave":
-            unit.num_running -= 1
+            unit.num_running = max(0, unit.num_running - 1)  # a hook of the program may have failed before ours
         else:
             self._refuse()
 
@@ -711,6 +732,12 @@ class InSlices(Accumulation):
     def begin(self, layout: Layout, share: Share) -> Share:
         for bucket in layout.buckets:
             self._units.flat_of(bucket)
+        for slot in layout.slots:
+            if (gradient := slot.parameter.grad) is not None and is_absent(gradient):
+                raise RuntimeError(
+                    f"{slot.name} has the gradient of the last step, which is in slices, so that nothing can be added "
+                    "to it: call zero_grad() before each backward, and put all but the last of a step into no_sync()"
+                )
         self._ready.clear()
         return share
 
@@ -723,6 +750,7 @@ class InSlices(Accumulation):
         empty = bucket.copy_in()
         for slot in bucket.slots:
             slot.parameter.grad = None
+        self._units.release_of(bucket)  # now, because reductions in the background end at other times on other ranks
         summed = self._summed.get(bucket, set())
         return [slot for slot in empty if id(slot.parameter) not in summed]
 
@@ -742,7 +770,7 @@ class InSlices(Accumulation):
             slot.parameter.grad = absent(slot.parameter)
 
     def _take(self, bucket: Bucket) -> None:
-        """Adds this rank's slice of a bucket to the sum, and frees all else of its unit."""
+        """Adds this rank's slice of a bucket to the sum, and frees the rest."""
         flat = self._units.flat_of(bucket)
         mine = bucket.flat[flat.start : flat.stop]
         if bucket in self._summed:
@@ -750,7 +778,6 @@ class InSlices(Accumulation):
         else:
             flat.gradient.copy_(mine)
         bucket.give_back(flat.gradient)
-        self._units.release_of(bucket)
 
     def write_parts(self, layout: Layout) -> None:
         self._units.end()
