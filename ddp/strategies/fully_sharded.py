@@ -28,7 +28,6 @@ from ddp.comm.communicator import Communicator
 from ddp.errors import ConfigError
 from ddp.gradients.layout import Layout
 from ddp.gradients.reducer import ReduceScatter, UnitReduceScatter
-from ddp.replica.broadcast import broadcast_tensors
 from ddp.replica.units import Flat, Units, is_absent
 from ddp.strategies.sharded import Part, Sharded, Slices, parts_in, share_of
 from ddp.strategies.strategy import Replicated
@@ -108,15 +107,7 @@ class FullySharded(Sharded):
         return self.units.state(keep=self._comm.rank == 0)
 
     def _load_model(self, state: Mapping[str, Tensor]) -> None:
-        """Takes this rank's slices of rank 0's state, one unit after another; buffers, too, are rank 0's."""
-        for flat in self._flats():
-            flat.mine.copy_(self._mine_of(flat, {slot.name: state[slot.name] for slot in flat.bucket.slots}, "loading"))
-        self.units.release()
-        buffers = {name: each for name, each in self.model.module.named_buffers() if name in state}
-        if self._comm.rank == 0:
-            for name, buffer in buffers.items():
-                buffer.copy_(state[name])
-        broadcast_tensors(self._comm, list(buffers.values()), label="buffers")
+        self.units.load(state)
 
     def _load_optimizer_state(self, state: dict[str, Any]) -> None:
         """Takes this rank's parts of rank 0's state, one kind of one unit's after another."""
@@ -140,7 +131,7 @@ class FullySharded(Sharded):
             }
             for name, dtype in sorted(kinds, key=str):
                 values = {slot.name: known.get(id(slot.parameter), {}).get(name) for slot in flat.bucket.slots}
-                here = self._mine_of(flat, values, f"loading {name}", dtype)
+                here = flat.slice_of(values, dtype, what=f"loading {name}")
                 for slot, _, begin, end in parts_in(flat.bucket, flat.start, flat.stop):
                     if values[slot.name] is not None:
                         mine[slot.parameter][name] = here[begin - flat.start : end - flat.start].clone()
@@ -152,17 +143,6 @@ class FullySharded(Sharded):
         for bucket in self.model.buckets:
             self.units.flat_of(bucket)
         return [flat for unit in self.units.all for flat in unit.flats]
-
-    def _mine_of(
-        self, flat: Flat, given: Mapping[str, Tensor | None], what: str, dtype: torch.dtype | None = None
-    ) -> Tensor:
-        """Returns this rank's slice of values that rank 0 has for parameters, laid out as in their unit. Collective."""
-        whole = torch.zeros(flat.bounds[-1], dtype=dtype or flat.dtype, device=flat.device)
-        if self._comm.rank == 0:
-            for slot, view in zip(flat.bucket.slots, flat.bucket.views_of(whole), strict=True):
-                if (value := given[slot.name]) is not None:
-                    view.copy_(value)
-        return self._comm.broadcast(whole, label=f"{what} of {flat.bucket.label}")[flat.start : flat.stop].clone()
 
 
 def _is_of_elements(value: Any) -> bool:

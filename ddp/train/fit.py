@@ -367,9 +367,8 @@ def _best_at_end(run: OpenRun) -> str:
         way = f"ddp.load({os.path.relpath(folder)!r}) has the best ones, ddp.Folder(restore_best=True) restores them"
         is_said = run.given.settings is None and step != state.step
         return f"{note}the weights of step {state.step:,}: {way}" if is_said else ""
-    found = read_checkpoint(state.comm, best, state.model.module)
-    with state.model.whole():
-        state.model.module.load_state_dict(weights_of(found))
+    found = read_checkpoint(state.comm, best, state.model.module, whole=state.model.is_whole)
+    state.model.load_weights(weights_of(found))
     state.evaluation, state.evaluated_at = found.parts["position"]["evaluation"], step
     return f"{note}its weights"
 
