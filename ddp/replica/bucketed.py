@@ -98,7 +98,6 @@ class BucketedDataParallel(Replica):
     gradient_as_bucket_view = False  # gradients that a program keeps belong to it (`gradients/bucket.py`, note "kept")
     collective: Collective
     waiting: Layout | None = None
-    units: Units | None = None
     _is_released = False
 
     def __init__(
@@ -463,10 +462,6 @@ class BucketedDataParallel(Replica):
 
     def in_words(self) -> list[str]:
         return [] if self.units is None else [self.units.in_words()]
-
-    @property
-    def is_whole(self) -> bool:
-        return self.units is None
 
     @property
     def measures_parts(self) -> bool:

@@ -635,14 +635,38 @@ class Units:
             values = self._module.state_dict(keep_vars=True)
         return {name: found.get(id(value), value) for name, value in values.items()}
 
+    def slices(self) -> list[Tensor]:
+        """Returns the parameters that this rank keeps, as flat slices of units."""
+        return [flat.mine for unit in self.all for flat in unit.flats]
+
+    def slices_of(self, state: Mapping[str, Tensor]) -> Iterator[Tensor]:
+        """Yields this rank's slices of a state that rank 0 has, one after another. Collective."""
+        for flat in [flat for unit in self.all for flat in unit.flats]:
+            values = {slot.name: state[slot.name] for slot in flat.bucket.slots}
+            yield flat.slice_of(values, flat.dtype, what="loading")
+
+    @contextmanager
+    def replaced(self, slices: Sequence[Tensor]) -> Iterator[None]:
+        """Computes with other values of `slices` for a block, on all ranks."""
+        before = [mine.clone() for mine in self.slices()]
+        try:
+            self._write(slices)
+            yield
+        finally:
+            self._write(before)
+
+    @torch.no_grad()
+    def _write(self, slices: Sequence[Tensor]) -> None:
+        self.release()
+        for mine, value in zip(self.slices(), slices, strict=True):
+            mine.copy_(value)
+
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Takes this rank's slices of a state that rank 0 has, one unit after another, and all buffers. Collective."""
-        for unit in self.all:
-            for flat in unit.flats:
-                values = {slot.name: state[slot.name] for slot in flat.bucket.slots}
-                flat.mine.copy_(flat.slice_of(values, flat.dtype, what="loading"))
-            self._release(unit)
+        for mine, loaded in zip(self.slices(), self.slices_of(state), strict=True):
+            mine.copy_(loaded)
+        self.release()
         buffers = {name: each for name, each in self._module.named_buffers() if name in state}
         if self.comm.rank == 0:
             for name, buffer in buffers.items():
