@@ -24,7 +24,7 @@ parameters were added, or frozen or converted in a wrong way, it raises `ConfigE
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
@@ -415,6 +415,12 @@ class BucketedDataParallel(Replica):
     def whole(self) -> AbstractContextManager[None]:
         return super().whole() if self.units is None else self.units.whole()
 
+    def load_weights(self, state: Mapping[str, Any]) -> None:
+        if self.units is None:
+            super().load_weights(state)
+        else:
+            self.units.load(state)
+
     def state_dict(self, *args: Any, **how: Any) -> Any:
         """Returns the whole state; collective if parameters are in slices, and on the CPU then."""
         if self.units is None:
@@ -454,6 +460,9 @@ class BucketedDataParallel(Replica):
     def buckets(self) -> list[Bucket]:
         """The buckets of the next step, in the order of reduction."""
         return self._layouts.current.buckets
+
+    def in_words(self) -> list[str]:
+        return [] if self.units is None else [self.units.in_words()]
 
     @property
     def is_whole(self) -> bool:

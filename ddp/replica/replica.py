@@ -17,7 +17,7 @@ loading accepts keys with and without that prefix.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -278,6 +278,10 @@ class Replica(nn.Module, ABC):
         """Returns True if this kind of replica can measure the parts of a batch (`Totals.parts`)."""
         return False
 
+    def in_words(self) -> list[str]:
+        """Returns lines for the user on how the model is held, if that is not as usual."""
+        return []
+
     @property
     def is_whole(self) -> bool:
         """Returns True if this rank has all parameters outside of a forward, so that it can compute alone."""
@@ -421,6 +425,14 @@ class Replica(nn.Module, ABC):
         Collective. A program writes the same values on all ranks.
         """
         return nullcontext()
+
+    def load_weights(self, state: Mapping[str, Any]) -> None:
+        """Loads a state of the bare module; only rank 0 needs its values, if parameters are in slices. Collective then.
+
+        Raises:
+            RuntimeError: it is of another model.
+        """
+        self.module.load_state_dict(state)
 
     def broadcast_from(self, root: int) -> None:
         """Gives every rank the root's parameters, and its buffers where they are kept equal. Collective."""

@@ -32,7 +32,7 @@ from __future__ import annotations
 import math
 import re
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from fnmatch import fnmatchcase
 from functools import partial
@@ -51,7 +51,8 @@ from ddp.gradients.reducer import ReduceScatter, slice_bounds
 from ddp.process.memory import give_back_large_blocks
 from ddp.replica.autograd import uncompiled
 from ddp.replica.backward import Accumulation
-from ddp.replica.broadcast import broadcast_state
+from ddp.replica.broadcast import broadcast_state, broadcast_tensors
+from ddp.units import binary_size, counted
 
 if TYPE_CHECKING:
     from ddp.comm.communicator import Communicator
@@ -144,6 +145,20 @@ class Flat:
         self.take_in()
         if self.whole is not None:
             self.mine.copy_(self.whole[self.start : self.stop])
+
+    def slice_of(self, values: Mapping[str, Tensor | None], dtype: torch.dtype, *, what: str) -> Tensor:
+        """Returns this rank's slice of values that rank 0 has for the parameters, laid out as these. Collective.
+
+        Args:
+            values: by name of the parameter; None counts as zeros.
+            what: for messages.
+        """
+        whole = torch.zeros(self.bounds[-1], dtype=dtype, device=self.device)
+        if self._comm.rank == 0:
+            for slot, view in zip(self.bucket.slots, self.bucket.views_of(whole), strict=True):
+                if (value := values[slot.name]) is not None:
+                    view.copy_(value)
+        return self._comm.broadcast(whole, label=f"{what} of {self.bucket.label}")[self.start : self.stop].clone()
 
     def give_up(self) -> None:
         """Leaves each parameter in its own memory."""
@@ -340,6 +355,22 @@ class Units:
         broadcast_state(comm, module.named_buffers())
         self._handles = [handle for unit in self.all for handle in self._hooks_on(unit)]
         _UNITS_OF[module] = self
+
+    def in_words(self) -> str:
+        """Returns how many units there are, and what a rank holds of them."""
+        *units, root = [unit.num_bytes for unit in self.all]
+        total, largest = sum(units) + root, max(units, default=0)
+        mine = sum(flat.mine.nbytes for unit in self.all for flat in unit.flats)
+        text = (
+            f"parameters: {binary_size(total)} in {counted(len(units), 'unit')} and the root; this rank keeps "
+            f"{binary_size(mine)}, and {binary_size(root + largest)} more while it computes"
+        )
+        if len(units) > 1 and root + largest < total / 2:
+            return text
+        return (
+            f"{text}. Little is saved, because the root or one unit has most of them: put the layers into an "
+            "nn.ModuleList or nn.Sequential, or name them by units=PATTERN"
+        )
 
     # --- slices ------------------------------------------------------------------------------------------------------
 
@@ -605,18 +636,18 @@ class Units:
         return {name: found.get(id(value), value) for name, value in values.items()}
 
     @torch.no_grad()
-    def load(self, state: Any) -> None:
-        """Takes this rank's slices of a state of the module, and its buffers."""
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Takes this rank's slices of a state that rank 0 has, one unit after another, and all buffers. Collective."""
         for unit in self.all:
-            self._release(unit)
             for flat in unit.flats:
-                whole = torch.empty(flat.bounds[-1], dtype=flat.dtype, device=flat.device)
-                for slot, view in zip(flat.bucket.slots, flat.bucket.views_of(whole), strict=True):
-                    view.copy_(state[slot.name])
-                flat.mine.copy_(whole[flat.start : flat.stop])
-        for name, buffer in self._module.named_buffers():
-            if name in state:
+                values = {slot.name: state[slot.name] for slot in flat.bucket.slots}
+                flat.mine.copy_(flat.slice_of(values, flat.dtype, what="loading"))
+            self._release(unit)
+        buffers = {name: each for name, each in self._module.named_buffers() if name in state}
+        if self.comm.rank == 0:
+            for name, buffer in buffers.items():
                 buffer.copy_(state[name])
+        broadcast_tensors(self.comm, list(buffers.values()), label="buffers")
 
     @contextmanager
     def unguarded(self) -> Iterator[None]:

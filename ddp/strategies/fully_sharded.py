@@ -16,7 +16,9 @@ whole state, and `with model.whole():` makes the parameters whole for a block.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -54,8 +56,9 @@ class FullySharded(Sharded):
     def finish(self, *, alone: bool = False) -> None:
         """Leaves parameters in slices, and the optimizer without the state of those."""
         if self._slices is not None:
-            self.optimizer.state = self._state_without_others()
-            self._slices = None
+            cut = self._slices.layout.slot_of
+            whole = {each: known for each, known in self.optimizer.state.items() if id(each) not in cut}
+            self.optimizer.state, self._slices = defaultdict(dict, whole), None
             self._of_parts, self._places = self.optimizer, {}  # frees the parts
         Replicated.finish(self, alone=alone)
 
@@ -105,6 +108,46 @@ class FullySharded(Sharded):
 
     def _load_model(self, state: Mapping[str, Tensor]) -> None:
         self.units.load(state)
+
+    def _load_optimizer_state(self, state: dict[str, Any]) -> None:
+        """Takes this rank's parts of rank 0's state, one kind of one unit's after another."""
+        parameters = chain.from_iterable(group["params"] for group in self.optimizer.param_groups)
+        known = {id(parameter): state["state"].get(number, {}) for number, parameter in enumerate(parameters)}
+        small = {
+            number: {name: value for name, value in each.items() if not _is_of_elements(value)}
+            for number, each in state["state"].items()
+        }
+        self.optimizer.load_state_dict({**state, "state": small})
+        everyone, mine = self.optimizer.state, defaultdict[Tensor, dict[str, Any]](dict)
+        for flat in self._flats():
+            for slot, *_ in parts_in(flat.bucket, flat.start, flat.stop):
+                if slot.parameter in everyone:
+                    mine[slot.parameter] = everyone[slot.parameter]
+            kinds = {
+                (name, value.dtype)
+                for slot in flat.bucket.slots
+                for name, value in known.get(id(slot.parameter), {}).items()
+                if _is_of_elements(value)
+            }
+            for name, dtype in sorted(kinds, key=str):
+                values = {slot.name: known.get(id(slot.parameter), {}).get(name) for slot in flat.bucket.slots}
+                here = flat.slice_of(values, dtype, what=f"loading {name}")
+                for slot, _, begin, end in parts_in(flat.bucket, flat.start, flat.stop):
+                    if values[slot.name] is not None:
+                        mine[slot.parameter][name] = here[begin - flat.start : end - flat.start].clone()
+        self.optimizer.state, self._slices = mine, None
+
+    def _flats(self) -> list[Flat]:
+        """Returns the memory of all units, for the parameters that need a gradient now. Collective."""
+        self.model.prepare()
+        for bucket in self.model.buckets:
+            self.units.flat_of(bucket)
+        return [flat for unit in self.units.all for flat in unit.flats]
+
+
+def _is_of_elements(value: Any) -> bool:
+    """Returns True for a state that has an element for each element of its parameter."""
+    return isinstance(value, Tensor) and value.dim() > 0
 
 
 class UnitSlices(Slices):

@@ -367,9 +367,8 @@ def _best_at_end(run: OpenRun) -> str:
         way = f"ddp.load({os.path.relpath(folder)!r}) has the best ones, ddp.Folder(restore_best=True) restores them"
         is_said = run.given.settings is None and step != state.step
         return f"{note}the weights of step {state.step:,}: {way}" if is_said else ""
-    found = read_checkpoint(state.comm, best, state.model.module)
-    with state.model.whole():
-        state.model.module.load_state_dict(weights_of(found))
+    found = read_checkpoint(state.comm, best, state.model.module, whole=state.model.is_whole)
+    state.model.load_weights(weights_of(found))
     state.evaluation, state.evaluated_at = found.parts["position"]["evaluation"], step
     return f"{note}its weights"
 
@@ -464,7 +463,7 @@ def open_run(
     notes = [*_headline(state, num_steps, given.strategy), *filter(None, (note, sampler_note))]
     if not inputs.replica.module.training:
         notes.append("the model was in evaluation mode as a whole: all of its layers are trained")
-    notes += arguments.idle_notes(inputs.replica)
+    notes += [*inputs.replica.in_words(), *arguments.idle_notes(inputs.replica)]
     begins_anew = given.folder.resume is not None and start is None
     if folder is not None and given.folder.is_unnamed:
         notes.append(f"the run is in {os.path.relpath(folder)}")
@@ -522,7 +521,8 @@ def _resume(
             "checkpoint: let every_steps or memory_steps save some, or take a strategy that keeps the state whole"
         )
     if kept is not None or start is not None:
-        checkpoint = kept or read_checkpoint(comm, found[0] if found else start, state.model.module)
+        path, model = found[0] if found else start, state.model
+        checkpoint = kept or read_checkpoint(comm, path, model.module, whole=model.is_whole)
         restore(checkpoint, state, identity=identity)
         extra.resumes(checkpoint.parts, given.optimizer)
         start = checkpoint.path

@@ -36,6 +36,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -220,15 +221,18 @@ def newest(comm: Communicator, mine: StoredCheckpoint | None) -> StoredCheckpoin
     return StoredCheckpoint(**recv_object(cpu, source, label=label))
 
 
-def read_checkpoint(comm: Communicator, path: Path | StoredCheckpoint | None, module: nn.Module) -> StoredCheckpoint:
+def read_checkpoint(
+    comm: Communicator, path: Path | StoredCheckpoint | None, module: nn.Module, *, whole: bool = True
+) -> StoredCheckpoint:
     """Returns a checkpoint, or the last one of a folder, as rank 0 sees it, on every rank. Collective.
 
     On rank 0, `path` may also be a checkpoint that is loaded already; on other ranks it is not read.
 
     Its names are those of this module, also if an earlier version wrote what torch.compile puts into them.
 
-    The state of a hook and the other ranks' own states stay on rank 0, because they may be larger than the model. All
-    else goes to the memory of the CPU, because a GPU may have no room for a second model.
+    The state of a hook and the other ranks' own states stay on rank 0, because they may be larger than the model; and
+    unless `whole`, so do the tensors of model and optimizer, which are on the meta device elsewhere. All else goes to
+    the memory of the CPU, because a GPU may have no room for a second model.
 
     Raises:
         CheckpointError: there is none, or none is whole; on every rank.
@@ -240,13 +244,25 @@ def read_checkpoint(comm: Communicator, path: Path | StoredCheckpoint | None, mo
         found = path if isinstance(path, StoredCheckpoint) else load(path)
         for_all = {name: part for name, part in found.parts.items() if name not in ("hook", "local_sgd", "own")}
         on_zero.update({name: found.parts[name] for name in found.parts.keys() - for_all})
+        for name in () if whole else ("model", "optimizer"):
+            on_zero[name], for_all[name] = for_all[name], apply_to_collection(for_all[name], Tensor, _form_of)
         return {**vars(found), "parts": for_all}
 
     found = StoredCheckpoint(**on_rank_zero(on_cpu(comm), read, label="reading a checkpoint"))
-    parts = {**found.parts, **on_zero}
+    parts = {**apply_to_collection(found.parts, tuple, _of_form), **on_zero}
     if any("_orig_mod" in name for name in form_of(module)):
         return replace(found, parts=parts)
     return replace(found, parts=bare(parts), meta=bare(found.meta))
+
+
+def _form_of(tensor: Tensor) -> Any:
+    """Returns shape and type of a tensor; of a single number, itself."""
+    return ("form", list(tensor.shape), tensor.dtype) if tensor.dim() else tensor
+
+
+def _of_form(value: tuple[Any, ...]) -> Any:
+    """Returns a tensor without memory for what `_form_of` has returned; any other tuple as it is."""
+    return torch.empty(value[1], dtype=value[2], device="meta") if value[:1] == ("form",) else value
 
 
 def bare(part: Any) -> Any:
