@@ -121,7 +121,7 @@ class BucketedDataParallel(Replica):
         if not (isinstance(reducer, type) and issubclass(reducer, Collective)):
             raise ConfigError(f"reducer={reducer!r:.60}: give a class of ddp.gradients.reducer, such as ReduceScatter")
         dissolve_units(module)
-        check_trainable(list(module.named_parameters()))
+        check_trainable(list(module.named_parameters()), may_be_meta=issubclass(reducer, UnitReduceScatter))
         check_wire(module.named_parameters(), wire, hook)
         collective, how = reducer(comm, wire, num_shards), sending(wire, hook, num_shards)
         if isinstance(collective, UnitReduceScatter):
