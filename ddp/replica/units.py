@@ -513,7 +513,7 @@ class Units:
 
     def use(self, unit: Unit) -> None:
         """Makes a unit whole, in the place of those that nothing runs in. Collective."""
-        is_last = self._whole[-1:] == [unit] or (unit is self.root and unit.is_whole)
+        is_last = unit.is_whole and (unit is self.root or self._whole[-1:] == [unit])
         if is_last and unit.index in self._used:  # what is whole from before this pass is in its order nevertheless
             return
         self._used.add(unit.index)
