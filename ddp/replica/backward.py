@@ -360,9 +360,9 @@ class Backward:
 
     def _fill(self, reduction: BucketReduction) -> None:
         """Copies a bucket's gradients to their places, once they are computed."""
-        bucket = reduction.bucket
-        if self.streams and bucket.flat.device.type == gpu.KIND:
-            here = gpu.cuda.current_stream(bucket.flat.device)
+        bucket, device = reduction.bucket, reduction.bucket.slots[0].parameter.device
+        if self.streams and device.type == gpu.KIND:
+            here = gpu.cuda.current_stream(device)
             others = [stream for stream in self.streams if stream != here]
             for stream in others:
                 here.wait_stream(stream)

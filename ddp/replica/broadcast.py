@@ -33,11 +33,14 @@ if TYPE_CHECKING:
 PACK_BYTES = 32 << 20
 
 
-def check_trainable(named: list[tuple[str, nn.Parameter]], *, has_inner: bool = False) -> None:
+def check_trainable(
+    named: list[tuple[str, nn.Parameter]], *, has_inner: bool = False, may_be_meta: bool = False
+) -> None:
     """Raises ConfigError if no parameter needs a gradient, or if one has no shape or value, or is split among ranks.
 
     Args:
         has_inner: an inner replica keeps other parameters of the module equal, and those need one.
+        may_be_meta: parameters may be on the meta device, because rank 0's values come unit by unit.
     """
     for name, parameter in named:
         if isinstance(parameter, nn.parameter.UninitializedParameter):
@@ -47,7 +50,7 @@ def check_trainable(named: list[tuple[str, nn.Parameter]], *, has_inner: bool = 
                 f"{name} is one part of a parameter: a replica does not go above tensor parallelism, which makes new "
                 "parameters in each forward; leave parallelize_module out, or keep torch's DistributedDataParallel"
             )
-        if parameter.is_meta:
+        if parameter.is_meta and not may_be_meta:
             raise ConfigError(f"{name} is on the meta device and has no values: call to_empty(device=…) first")
     if not has_inner and not any(parameter.requires_grad for _, parameter in named):
         raise ConfigError("no parameter of the module needs a gradient: there is nothing to average; use it as it is")
@@ -372,7 +375,10 @@ def move(module: nn.Module, device: torch.device) -> nn.Module:
     Raises:
         ConfigError: torch moves each tensor by itself, and some share memory.
     """
-    if any(tensor.device != device for tensor in (*module.parameters(), *module.buffers())):
+    tensors = [*module.parameters(), *module.buffers()]
+    if any(tensor.is_meta for tensor in tensors):  # the replica gives them memory, or refuses them
+        return module
+    if any(tensor.device != device for tensor in tensors):
         check_untied(module, f"a model that moves to {device}", instead=f"a model that is on {device} already")
     return module.to(device)
 

@@ -98,7 +98,6 @@ class BucketedDataParallel(Replica):
     gradient_as_bucket_view = False  # gradients that a program keeps belong to it (`gradients/bucket.py`, note "kept")
     collective: Collective
     waiting: Layout | None = None
-    units: Units | None = None
     _is_released = False
 
     def __init__(
@@ -122,7 +121,7 @@ class BucketedDataParallel(Replica):
         if not (isinstance(reducer, type) and issubclass(reducer, Collective)):
             raise ConfigError(f"reducer={reducer!r:.60}: give a class of ddp.gradients.reducer, such as ReduceScatter")
         dissolve_units(module)
-        check_trainable(list(module.named_parameters()))
+        check_trainable(list(module.named_parameters()), may_be_meta=issubclass(reducer, UnitReduceScatter))
         check_wire(module.named_parameters(), wire, hook)
         collective, how = reducer(comm, wire, num_shards), sending(wire, hook, num_shards)
         if isinstance(collective, UnitReduceScatter):
@@ -463,10 +462,6 @@ class BucketedDataParallel(Replica):
 
     def in_words(self) -> list[str]:
         return [] if self.units is None else [self.units.in_words()]
-
-    @property
-    def is_whole(self) -> bool:
-        return self.units is None
 
     @property
     def measures_parts(self) -> bool:

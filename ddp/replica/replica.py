@@ -31,7 +31,7 @@ from ddp.process.streams import preserved
 from ddp.replica.autograd import uncompiled
 from ddp.replica.backward import Accumulation
 from ddp.replica.broadcast import BufferSnapshot, BufferSync, broadcast_state, verify_replicas
-from ddp.replica.units import form_of
+from ddp.replica.units import Units, form_of
 from ddp.setting import WireName
 
 if TYPE_CHECKING:
@@ -71,6 +71,7 @@ class Replica(nn.Module, ABC):
         accumulation: adds up this rank's micro-batches.
         steps_in_backward: an optimizer steps in backward, so that no step can be rolled back.
         collective: averages a bucket if no hook does; None: gradients are averaged one by one.
+        units: the parts that are gathered as one, if parameters are in slices.
         wire: the format in which gradients travel between hosts, if not their own.
         compression: the hook that averages gradients, if there is one.
         riding: this rank's part of the running step's totals, as `ride_along` was given it.
@@ -84,6 +85,7 @@ class Replica(nn.Module, ABC):
     """
 
     collective: Collective | None = None
+    units: Units | None = None
     wire: WireName | None = None
     compression: Compression | None = None
     settled: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -285,7 +287,7 @@ class Replica(nn.Module, ABC):
     @property
     def is_whole(self) -> bool:
         """Returns True if this rank has all parameters outside of a forward, so that it can compute alone."""
-        return True
+        return self.units is None
 
     @property
     def overlaps(self) -> bool:

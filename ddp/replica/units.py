@@ -43,6 +43,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from ddp.comm.call_queue import Work
 from ddp.comm.objects import all_gather_object
 from ddp.comm.reduction import divided_
 from ddp.errors import ConfigError, ReplicaMismatch
@@ -83,6 +84,7 @@ class Flat:
         number = comm.slices[comm.rank]
         self.start, self.stop = bounds[number], bounds[number + 1]
         self._gradient: Tensor | None = None
+        self._work: Work[Tensor] | None = None  # a gathering in flight
         self._versions: list[int] = []  # of released parameters
         like = bucket.slots[0].parameter
         self.dtype, self.device = like.dtype, like.device
@@ -110,21 +112,41 @@ class Flat:
         Raises:
             ConfigError: the program has written to one that was released.
         """
+        if self._work is None:
+            self._comm.all_gather_(self._taken(), self.bounds, label=label)
+        else:
+            self._work.wait()
+            self._work = None
+
+    def begin_gathering(self, label: str) -> None:
+        """Begins what the next call of `gather` ends. Collective."""
+        self._work = self._comm.all_gather_(self._taken(), self.bounds, async_op=True, label=label)
+
+    def _taken(self) -> Tensor:
+        """Returns the memory of the parameters, which they have then."""
         if self.whole is None:
             self._check_unwritten()
             self.whole = self._new()
             self.whole[self.start : self.stop] = self.mine
             for slot, view in zip(self.bucket.slots, self.bucket.views_of(self.whole), strict=True):
                 slot.parameter.data = view
-        self._comm.all_gather_(self.whole, self.bounds, label=label)
+        return self.whole
 
     def release(self) -> None:
         """Gives the memory back; the parameters read as NaN."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
         if self.whole is not None and self._memory is None:
             self.whole = None
             for slot in self.bucket.slots:
                 slot.parameter.data = absent(slot.parameter)
             self._versions = self._versions_now()
+
+    @property
+    def is_whole(self) -> bool:
+        """Returns True if the parameters can be read."""
+        return self.whole is not None and self._work is None
 
     def _versions_now(self) -> list[int]:
         return [slot.parameter._version for slot in self.bucket.slots]
@@ -212,8 +234,8 @@ class Unit:
 
     @property
     def is_whole(self) -> bool:
-        """Returns True if all its parameters are in memory."""
-        return all(flat.whole is not None for flat in self.flats)
+        """Returns True if all its parameters can be read."""
+        return all(flat.is_whole for flat in self.flats)
 
     @property
     def num_bytes(self) -> int:
@@ -254,6 +276,21 @@ def _elements(module: nn.Module, prefix: str, *, is_inside: bool) -> Iterator[tu
             yield from _elements(child, f"{prefix}{name}.", is_inside=False)
         elif next(child.parameters(), None) is not None:
             yield f"{prefix}{name}", child
+
+
+def refuse_meta_on_rank_zero(comm: Communicator, module: nn.Module) -> None:
+    """Raises ConfigError, on every rank, if rank 0 has no values for the others. Collective."""
+    named = (*module.named_parameters(), *module.named_buffers())
+    if found := all_gather_object(comm, next((name for name, each in named if each.is_meta), None))[0]:
+        raise ConfigError(
+            f"{found} is on the meta device and has no values on rank 0, which gives all ranks theirs: make the model "
+            "in memory there, or call to_empty(device=…) and load weights"
+        )
+
+
+def _like(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
+    """Returns an uninitialized parameter like one on the meta device."""
+    return nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad)
 
 
 class Event(NamedTuple):
@@ -347,10 +384,18 @@ class Units:
         self.root = self.all[-1]
         self._unit_of = {id(parameter): unit for unit in self.all for _, parameter in unit.named}
         self.strides_of = {id(parameter): strides_in_bucket(parameter) for _, parameter in named}
+        refuse_meta_on_rank_zero(comm, module)
         for unit in self.all:
+            for _, parameter in unit.named:
+                if parameter.is_meta:  # an optimizer of it stays valid
+                    torch.utils.swap_tensors(parameter, _like(parameter, comm.device))
             broadcast_state(comm, unit.named, sending=sending)
             self._cut(unit, [])
             self._release(unit)
+        for each in module.modules():
+            for name, buffer in each._buffers.items():
+                if buffer is not None and buffer.is_meta:
+                    each._buffers[name] = torch.empty_like(buffer, device=comm.device)
         give_back_large_blocks()  # else free blocks of many sizes would be kept, and no memory saved
         broadcast_state(comm, module.named_buffers())
         self._handles = [handle for unit in self.all for handle in self._hooks_on(unit)]
@@ -468,7 +513,7 @@ class Units:
 
     def use(self, unit: Unit) -> None:
         """Makes a unit whole, in the place of those that nothing runs in. Collective."""
-        is_last = self._whole[-1:] == [unit] or (unit is self.root and unit.is_whole)
+        is_last = unit.is_whole and (unit is self.root or self._whole[-1:] == [unit])
         if is_last and unit.index in self._used:  # what is whole from before this pass is in its order nevertheless
             return
         self._used.add(unit.index)
@@ -481,7 +526,24 @@ class Units:
                 self._release(other)
             self._whole = [each for each in self._whole if each is not unit] + [unit]
         if not unit.is_whole:
-            self._gather(unit, "backward" if self._kind is not None and self._kind.is_backward else "forward")
+            self._gather(unit, self._why)
+        if self.comm.plan.overlaps:
+            self._gather_next()
+
+    @property
+    def _why(self) -> str:
+        return "backward" if self._kind is not None and self._kind.is_backward else "forward"
+
+    @torch.no_grad()
+    def _gather_next(self) -> None:
+        """Begins to gather the unit that follows in the known order, while this rank computes with the present one."""
+        known = () if self._kind is None else self._orders.get(self._kind, ())
+        later = (self.all[event.number] for event in known[len(self._events) :] if event.what == "use")
+        unit = next(later, self.root)
+        if unit is not self.root and all(flat.whole is None for flat in unit.flats):
+            for flat in unit.flats:
+                flat.begin_gathering(f"{self._why} of {self.title(unit)}, ahead")
+            self._whole.insert(0, unit)  # the next to be released, unless it is used
 
     @torch.no_grad()
     def _gather(self, unit: Unit, why: str) -> None:
@@ -635,14 +697,38 @@ class Units:
             values = self._module.state_dict(keep_vars=True)
         return {name: found.get(id(value), value) for name, value in values.items()}
 
+    def slices(self) -> list[Tensor]:
+        """Returns the parameters that this rank keeps, as flat slices of units."""
+        return [flat.mine for unit in self.all for flat in unit.flats]
+
+    def slices_of(self, state: Mapping[str, Tensor]) -> Iterator[Tensor]:
+        """Yields this rank's slices of a state that rank 0 has, one after another. Collective."""
+        for flat in [flat for unit in self.all for flat in unit.flats]:
+            values = {slot.name: state[slot.name] for slot in flat.bucket.slots}
+            yield flat.slice_of(values, flat.dtype, what="loading")
+
+    @contextmanager
+    def replaced(self, slices: Sequence[Tensor]) -> Iterator[None]:
+        """Computes with other values of `slices` for a block, on all ranks."""
+        before = [mine.clone() for mine in self.slices()]
+        try:
+            self._write(slices)
+            yield
+        finally:
+            self._write(before)
+
+    @torch.no_grad()
+    def _write(self, slices: Sequence[Tensor]) -> None:
+        self.release()
+        for mine, value in zip(self.slices(), slices, strict=True):
+            mine.copy_(value)
+
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Takes this rank's slices of a state that rank 0 has, one unit after another, and all buffers. Collective."""
-        for unit in self.all:
-            for flat in unit.flats:
-                values = {slot.name: state[slot.name] for slot in flat.bucket.slots}
-                flat.mine.copy_(flat.slice_of(values, flat.dtype, what="loading"))
-            self._release(unit)
+        for mine, loaded in zip(self.slices(), self.slices_of(state), strict=True):
+            mine.copy_(loaded)
+        self.release()
         buffers = {name: each for name, each in self._module.named_buffers() if name in state}
         if self.comm.rank == 0:
             for name, buffer in buffers.items():

@@ -118,7 +118,6 @@ def replica_of(
 
 def check_model(model: nn.Module, optimizer: Optimizer, comm: Communicator) -> None:
     """Raises ConfigError unless the optimizer can train the model; warns of parameters that it leaves out."""
-    name = type(model).__name__
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model={model!r:.60}: give a torch.nn.Module; of a class, an object")
     if not isinstance(optimizer, Optimizer):
@@ -127,8 +126,6 @@ def check_model(model: nn.Module, optimizer: Optimizer, comm: Communicator) -> N
         raise ConfigError("LBFGS evaluates the loss several times a step, which fit does not: take another optimizer")
     if not isinstance(model, Replica) and isinstance(model, nn.parallel.DistributedDataParallel):
         raise ConfigError("the model is in torch's DistributedDataParallel already: give ddp.fit the bare module")
-    if any(parameter.is_meta for parameter in model.parameters()):
-        raise ConfigError(f"the model {name} is on the meta device and has no weights: model.to_empty(device=…) first")
     named = dict(model.named_parameters())
     own = {id(parameter): key for key, parameter in named.items()}
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}

@@ -133,7 +133,7 @@ class FullySharded(Sharded):
                 values = {slot.name: known.get(id(slot.parameter), {}).get(name) for slot in flat.bucket.slots}
                 here = flat.slice_of(values, dtype, what=f"loading {name}")
                 for slot, _, begin, end in parts_in(flat.bucket, flat.start, flat.stop):
-                    if values[slot.name] is not None:
+                    if _is_of_elements(values[slot.name]):  # a scalar's state has been loaded with the small ones
                         mine[slot.parameter][name] = here[begin - flat.start : end - flat.start].clone()
         self.optimizer.state, self._slices = mine, None
 

@@ -19,7 +19,7 @@ from ddp.data.loading.loader import TrainLoader
 from ddp.data.orders.sampler import TrainSampler
 from ddp.gradients.hook import ErrorFeedback
 from ddp.gradients.hooks import PowerSGD, RandomK, Sign, TopK
-from ddp.gradients.reducer import ReduceScatter
+from ddp.gradients.reducer import ReduceScatter, UnitReduceScatter
 from ddp.gradients.totals import Totals
 
 NUM_STEPS = 2
@@ -240,11 +240,16 @@ def sharded(comm: Communicator) -> None:
     fit(ddp.BucketedDataParallel(net(comm), reducer=ReduceScatter, **SMALL), comm)
 
 
+def fully_sharded(comm: Communicator) -> None:
+    fit(ddp.BucketedDataParallel(net(comm), reducer=UnitReduceScatter, **SMALL), comm)
+
+
 CASES: list[Callable[[Communicator], None]] = [
     *(verbs, verbs_in_flight, verbs_on_two_streams, a_tensor_is_dropped, a_work_is_forgotten, a_wait_in_another_thread),
     *(messages, messages_from_a_side_stream, naive, bucketed, drop_in),
     *(without_overlap, wires, hooks, synchronised_batch_norm, totals_ride_along),
-    *(steps_in_backward, steps_on_a_side_stream, a_forward_on_two_streams, sharded, the_loader, a_fit),
+    *(steps_in_backward, steps_on_a_side_stream, a_forward_on_two_streams, sharded, fully_sharded),
+    *(the_loader, a_fit),
 ]
 
 

@@ -13,13 +13,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ddp
+from ddp.comm.objects import broadcast_object
 from ddp.gradients import reducer
 from ddp.models import GPT
 from ddp.optim import LAMB, LARC, LARS, layerwise, norms
 from ddp.replica.broadcast import tensor_hash
+from ddp.replica.units import dissolve_units
 from ddp.strategies import central_storage, sharded
 
-SLICED = ("sharded", "central_storage")
+SLICED = ("sharded", "central_storage", "fully_sharded")
 WORDS = ("mirrored", *SLICED)  # `auto`, `one_device` and `multi_worker` make what `mirrored` does
 GLOBAL_BATCH, NUM_SAMPLES = 10, 46  # the last batch of an epoch has six samples: four workers have 2, 2, 1, 1
 
@@ -143,9 +145,26 @@ def flat(module: nn.Module) -> Tensor:
 
 
 def fitted(module: nn.Module, data: Any, optimizer: torch.optim.Optimizer, **how: Any) -> ddp.TrainState:
-    """Trains by `ddp.fit`, without a word and without a file."""
+    """Trains by `ddp.fit`, without a word and without a file. Afterwards all is whole, with every strategy."""
     settings = {"global_batch": GLOBAL_BATCH, "seed": 5, "folder": None, "progress": False, "loss": F.cross_entropy}
-    return ddp.fit(module, data, optimizer, **grouped(**{**settings, **how}))
+    how["callbacks"] = [*how.get("callbacks", ()), whole := Whole(how["max_steps"])]
+    state = ddp.fit(module, data, optimizer, **grouped(**{**settings, **how}))
+    if not state.model.is_whole:
+        dissolve_units(module)
+        optimizer.load_state_dict(whole.optimizer_state)
+    return state
+
+
+class Whole(ddp.Callback):
+    """Keeps the optimizer's whole state at the end, if no rank has it afterwards."""
+
+    def __init__(self, num_steps: int) -> None:
+        self._num_steps = num_steps
+
+    def step_end(self, state: ddp.TrainState, report: Any) -> None:
+        if not state.model.is_whole and state.step == self._num_steps:
+            found = state.strategy.state_dict()["optimizer"]
+            self.optimizer_state = broadcast_object(state.comm, found)
 
 
 def bits_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:

@@ -30,7 +30,7 @@ def trained(kind: str, word: str, folder: Path, num_steps: int) -> dict[str, str
     optimizer = OPTIMIZERS[kind](groups_of(module))
     how: dict[str, Any] = {"strategy": word, "folder": folder, "resume": "auto", "max_steps": num_steps}
     with small_blocks():
-        fitted(module, odd_samples(), optimizer, **how, curves=False, clip_norm=0.3, num_shards=6)
+        fitted(module, odd_samples(), optimizer, **how, curves=False, clip_norm=0.3)
     return bits_of(module, optimizer)
 
 

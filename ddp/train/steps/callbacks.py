@@ -12,7 +12,7 @@ it returns from `state_dict` is saved with the run (`checkpoints/extra_state.py`
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 from ddp.errors import ConfigError
 from ddp.process.terminal import log
 from ddp.replica.broadcast import check_untied
+from ddp.replica.units import Units
 from ddp.setting import Below1, FromZero, Natural, checked
 from ddp.train.steps.state import StepReport, TrainState
 from ddp.train.steps.task import Task
@@ -196,6 +197,7 @@ class EMA(Callback):
 
     Attributes:
         averaged: torch's `AveragedModel`, from the first step on; `averaged.module` is the model with averaged weights.
+            If no rank has a whole model, it is None, and each rank averages its slices.
 
     Raises:
         ConfigError: that is no such share.
@@ -205,8 +207,12 @@ class EMA(Callback):
     def __init__(self, decay: Below1 = 0.999) -> None:
         self._average = get_ema_multi_avg_fn(decay)
         self.averaged: AveragedModel | None = None
+        self._slices: SliceAverages | None = None
 
     def fit_start(self, state: TrainState) -> None:
+        if state.model.units is not None:
+            self._slices = SliceAverages(state.model.units, self._average)
+            return
         check_untied(state.model.module, "EMA", instead="no EMA", buffers_alone=True)
         try:
             self.averaged = AveragedModel(state.model.module, multi_avg_fn=self._average)
@@ -222,6 +228,9 @@ class EMA(Callback):
 
     @torch.no_grad()
     def step_end(self, state: TrainState, report: StepReport) -> None:
+        if self._slices is not None:
+            self._slices.update()
+            return
         # as `update_parameters` of AveragedModel, which keeps the host waiting for a GPU
         assert self.averaged is not None
         averages, weights = list(self.averaged.parameters()), list(_weights(state))
@@ -235,6 +244,10 @@ class EMA(Callback):
 
     @contextmanager
     def evaluating(self, state: TrainState) -> Iterator[None]:
+        if self._slices is not None:
+            with self._slices.replacing():
+                yield
+            return
         assert self.averaged is not None
         if not self.averaged.n_averaged:
             yield
@@ -251,11 +264,62 @@ class EMA(Callback):
                 parameter.data = data
 
     def state_dict(self) -> dict[str, Any]:
+        if self._slices is not None:
+            return self._slices.state_dict()
         return {} if self.averaged is None else dict(self.averaged.state_dict())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if self._slices is not None:
+            self._slices.load_state_dict(state)
+            return
         assert self.averaged is not None
         self.averaged.load_state_dict(state)
+
+
+class SliceAverages:
+    """The averages of a model that no rank has whole: each rank has those of its slices. Every method is collective.
+
+    Attributes:
+        num_averaged: number of steps.
+    """
+
+    def __init__(self, units: Units, average: Callable[..., None]) -> None:
+        self._units, self._average, self.num_averaged = units, average, 0
+        self._means = [each.clone() for each in units.slices()]
+
+    def update(self) -> None:
+        """Averages the weights of one more step.
+
+        Raises:
+            ConfigError: other parameters need a gradient now, so that slices are other ones.
+        """
+        now = self._units.slices()
+        if list(map(len, now)) != list(map(len, self._means)):
+            raise ConfigError(
+                "EMA with strategy='fully_sharded': parameters were frozen or unfrozen, so that ranks keep other "
+                "slices now; do so before the training, or leave EMA out"
+            )
+        if self.num_averaged:
+            self._average(self._means, now, self.num_averaged)
+        else:
+            _copy(self._means, now)
+        self.num_averaged += 1
+
+    def replacing(self) -> AbstractContextManager[None]:
+        """Computes with the averages for a block."""
+        return self._units.replaced(self._means) if self.num_averaged else nullcontext()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what `AveragedModel` has as its state; on ranks other than 0, only the number of steps."""
+        with self._units.replaced(self._means):
+            whole = self._units.state(keep=self._units.comm.rank == 0)
+        named = {f"module.{name}": value for name, value in whole.items()}
+        return {"n_averaged": torch.tensor(self.num_averaged), **named}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resumes from such a state, which rank 0 has whole."""
+        values = {name.removeprefix("module."): value for name, value in state.items()}
+        self._means, self.num_averaged = list(self._units.slices_of(values)), int(state["n_averaged"])
 
 
 def _weights(state: TrainState) -> Iterator[Tensor]:
