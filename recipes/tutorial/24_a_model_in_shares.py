@@ -13,7 +13,7 @@ from problem import NUM_PARAMETERS, as_threads, net, share
 from torch import Tensor, nn
 
 import ddp
-from ddp.strategies.fully_sharded import FullySharded
+from ddp.strategies import FullySharded, Replicated
 
 # ## By hand
 #
@@ -94,7 +94,7 @@ def by_library(comm: ddp.Communicator, kind: type = FullySharded) -> tuple[Tenso
 if __name__ == "__main__":
     for p in (1, 2, 3, 4):
         found, shares = as_threads(by_hand, p), as_threads(by_library, p)
-        expected = as_threads(lambda comm: by_library(comm, ddp.strategies.Replicated), p)[0][0]
+        expected = as_threads(lambda comm: by_library(comm, Replicated), p)[0][0]
         for weights, *_ in (*found, *shares):  # of two terms there is one sum
             assert torch.equal(weights, expected) if p < 3 else torch.allclose(weights, expected, rtol=1e-12)
         assert sum(num_kept for _, num_kept, _ in found) == found[0][2] == 3 * NUM_PARAMETERS

@@ -158,6 +158,10 @@ SUBJECTS = {  # chapter → the functions that it is about
         "comm/meeting/membership.py: Membership._change, is_superseded, Member.look",
         "comm/session.py: init_again",
     ],
+    "24_a_model_in_shares": [
+        "replica/units.py: Flat.gather, Flat._taken, Flat.release, Units.use, Units._use",
+        "gradients/reducer.py: slice_bounds",
+    ],
 }
 
 
