@@ -25,6 +25,7 @@ from ddp.run.launch.run_folder import only_writer, prepare
 from ddp.run.settings.config import Config
 from ddp.setting import StrategyName
 from ddp.strategies import central_storage, sharded
+from ddp.strategies.fully_sharded import FullySharded
 
 PAGE = (Path(__file__).parents[2] / "docs" / "strategies.md").read_text()
 ROWS = re.findall(r"^\| `(\w+)` \| [^|]* \| `([^`]*)` \| `([^`]*)` \|", PAGE, re.MULTILINE)
@@ -34,6 +35,7 @@ BY_HAND: dict[str, Any] = {
     "mirrored": ddp.strategies.Replicated,
     "multi_worker": ddp.strategies.Replicated,
     "sharded": ddp.strategies.Sharded,
+    "fully_sharded": FullySharded,
     "central_storage": ddp.strategies.CentralStorage,
     "local_sgd": ddp.strategies.LocalSteps,
 }
@@ -65,9 +67,12 @@ def counted(ranks_per_host: int) -> dict[str, tuple[list[Span], int]]:
     ring = "shared_memory+ring" if ranks_per_host > 1 and int(os.environ["WORLD_SIZE"]) > ranks_per_host else "ring"
     comm, found = ddp.init(abort_s=30, algorithm=ring), {}
     for kind in dict.fromkeys(BY_HAND.values()):
-        net = torch.nn.Linear(WIDTH, WIDTH, bias=False)
+        net: torch.nn.Module = torch.nn.Linear(WIDTH, WIDTH, bias=False)
+        inputs = torch.ones(BATCH, WIDTH)
+        if kind is FullySharded:  # a unit that backward gathers again: not the last, nor one whose inputs are samples
+            net, inputs = torch.nn.Sequential(net, torch.nn.Linear(WIDTH, 1, bias=False)), inputs.requires_grad_()
         strategy = kind(net, torch.optim.AdamW(net.parameters(), fused=True))
-        inputs = torch.ones(BATCH, WIDTH).tensor_split(comm.world_size)[comm.rank]
+        inputs = inputs.tensor_split(comm.world_size)[comm.rank]
         for _ in range(3):
             before = sent
             common: list[torch.Tensor] = []
@@ -77,11 +82,14 @@ def counted(ranks_per_host: int) -> dict[str, tuple[list[Span], int]]:
                 with strategy.micro_batch(is_last=number == num_inner):
                     strategy.model(inputs).square().mean().backward()
                     common = [*getattr(strategy, "_common", [])]
+            flats = [flat for unit in strategy.units.all for flat in unit.flats] if kind is FullySharded else []
+            slices = [each for flat in flats for each in (flat.mine, flat.gradient)]  # until the update
             ddp.strategies.step(strategy)
             comm.barrier()
             travelled = sent - before
         state = [each for of_one in strategy.optimizer.state.values() for each in of_one.values() if each.numel() > 1]
-        found[kind.__name__] = spans_of([net.weight, net.weight.grad, *common, *state]), travelled
+        held = slices or [net.weight, net.weight.grad, *common]
+        found[kind.__name__] = spans_of([*held, *state]), travelled
         strategy.finish()
     ddp.shutdown()
     return found
