@@ -342,6 +342,7 @@ class Units:
         all: the units, and the root.
         strides_of: by a parameter's id, those that it has in its unit's memory.
         is_guarded: copying or saving the module raises an error while units are released.
+        is_dissolved: there are no units any more, but a replica may still have this.
     """
 
     is_fixed = True
@@ -357,7 +358,7 @@ class Units:
         sending: str = "",
     ) -> None:
         self.comm, self._module, self.collective = comm, module, collective
-        self.is_guarded = True
+        self.is_guarded, self.is_dissolved = True, False
         self._whole: list[Unit] = []  # besides the root
         self._held = [0] * comm.world_size  # elements, by slice
         self._flat_of: weakref.WeakKeyDictionary[Bucket, Flat] = weakref.WeakKeyDictionary()
@@ -460,7 +461,7 @@ class Units:
         for flat in before:  # which a running backward may still read
             self._hold(flat, -1)
             if flat.whole is not None:
-                del self._by_address[flat.whole.data_ptr()]
+                self._by_address.pop(flat.whole.data_ptr(), None)
         unit.flats = []
         for bucket in [*buckets, *(Bucket(0, slots) for slots in rest.values())]:
             unit.flats.append(flat := Flat(self.comm, bucket, slice_bounds(bucket, self.comm.world_size, self._held)))
@@ -621,7 +622,7 @@ class Units:
         Raises:
             ReplicaMismatch: they announce several.
         """
-        found = all_gather_object(self.comm, mine)
+        found = all_gather_object(self.comm, mine, label="order of units" if mine is None else self._label_of(mine))
         known = {rank: Event(*each) for rank, each in enumerate(found) if each is not None}
         if len(set(known.values())) > 1:
             words = ", ".join(f"rank {rank} {self._in_words(event)}" for rank, event in known.items())
@@ -630,6 +631,10 @@ class Units:
                 "one order"
             )
         return next(iter(known.values()), END)
+
+    def _label_of(self, event: Event) -> str:
+        """Returns what an event is for, for messages."""
+        return f"{self._why} of {self.title(self.all[event.number])}" if event.what == "use" else "order of units"
 
     def _in_words(self, event: Event) -> str:
         if event.what == "use":
@@ -758,6 +763,15 @@ class Units:
         for handle in self._handles:
             handle.remove()
         _UNITS_OF.pop(self._module, None)
+        self.is_dissolved = True
+
+    def check(self) -> None:
+        """Raises RuntimeError if the module has no units any more."""
+        if self.is_dissolved:
+            raise RuntimeError(
+                "the module is in another replica since, or an error has ended its training here: call the new "
+                "replica, or make one with strategy='fully_sharded'"
+            )
 
     def _hooks_on(self, unit: Unit) -> Iterator[Any]:
         module = unit.module
@@ -897,6 +911,8 @@ class InSlices(Accumulation):
         self._units.end()
 
     def note_early(self, parameter: Tensor) -> None:
+        if self._units.is_dissolved:  # the gradient is of another replica, or of the module alone
+            return
         layout = self._units.layouts()
         if (index := layout.index_of.get(id(parameter))) is None:
             return
