@@ -62,6 +62,7 @@ class Compute:
 
 
 Op = Send | Recv | Compute
+BEGINS = Send, Compute, Recv  # of a round: its sends are posted, it computes, and then it waits for its receives
 Algorithm = Callable[[int, int, int], Iterator[Op | tuple[Op, ...]]]
 
 
@@ -122,8 +123,9 @@ def bubble(num_stages: int, num_micro: int) -> Fraction:
     return Fraction(num_stages - 1, num_micro + num_stages - 1)
 
 
-def rounds_of(algorithm: Algorithm, stage: int, num_stages: int, num_micro: int) -> list[tuple[Op, ...]]:
-    """Returns the rounds of one stage, without transfers with the stages −1 and p.
+@lru_cache(maxsize=1024)
+def rounds_of(algorithm: Algorithm, stage: int, num_stages: int, num_micro: int) -> tuple[tuple[Op, ...], ...]:
+    """Returns the rounds of one stage, each in the order of its beginnings, without transfers with stages −1 and p.
 
     Raises:
         ScheduleError: the generator fails, never ends, or yields something else.
@@ -145,7 +147,7 @@ def rounds_of(algorithm: Algorithm, stage: int, num_stages: int, num_micro: int)
         raise wrong(f"raises {type(error).__name__}: {error}") from error
     if len(found) > most:
         raise wrong("never ends; a schedule must end")
-    return [ops for ops in found if ops]
+    return tuple(tuple(sorted(ops, key=lambda op: BEGINS.index(type(op)))) for ops in found if ops)
 
 
 def _is_op(op: object, num_micro: int) -> bool:
@@ -231,7 +233,7 @@ class _Stage:
     """One stage, its clock, and what it has computed and received."""
 
     number: int
-    rounds: list[tuple[Op, ...]]
+    rounds: tuple[tuple[Op, ...], ...]
     num_begun: int = 0
     num_open: int = 0  # transfers of the running round that have not completed
     clock_s: float = 0  # when what has completed of the running round has
@@ -400,7 +402,7 @@ def summary(run: Timeline) -> list[str]:
     return [f"bubble: {exactly}{float(run.bubble):.1%} of the time", f"activations held, by stage: {held}"]
 
 
-CELL, LINE, TOP = 26, 30, 84  # of a picture: width of a unit of time; height of a stage; heading
+CELL, LINE, TOP, LEFT = 26, 30, 84, MARGIN + 64  # of a picture: width of a unit of time; height of a stage; margins
 
 
 def svg(algorithm: Algorithm, num_stages: int, num_micro: int, *, title: str) -> str:
@@ -408,11 +410,10 @@ def svg(algorithm: Algorithm, num_stages: int, num_micro: int, *, title: str) ->
     run = check(algorithm, num_stages, num_micro)
     parts = [text(MARGIN, 34, title, size=20, weight="bold")]
     parts += [text(MARGIN, 54 + 17 * k, line, size=12) for k, line in enumerate(summary(run))]
-    left = MARGIN + 64
     parts += [text(MARGIN, TOP + LINE * s + 18, f"stage {s}", size=12) for s in range(num_stages)]
     for span in run.spans:
-        x, y = left + CELL * span.start_s, TOP + LINE * span.stage
+        x, y = LEFT + CELL * span.start_s, TOP + LINE * span.stage
         fill, opacity = color_of(span.compute.micro, num_micro), "" if span.compute.backward else "80"
         parts.append(rect(x, y, CELL * (span.end_s - span.start_s), LINE - 5, fill=fill + opacity, stroke="#1f2937"))
         parts.append(text(x + CELL / 2, y + 17, str(span.compute), size=11, anchor="middle"))
-    return page(title, max(480, left + CELL * run.makespan_s + MARGIN), TOP + LINE * num_stages + MARGIN, parts)
+    return page(title, max(480, LEFT + CELL * run.makespan_s + MARGIN), TOP + LINE * num_stages + MARGIN, parts)
