@@ -582,9 +582,21 @@ class Units:
     def _pack(self, outer: Callable[[Tensor], Any] | None, tensor: Tensor) -> Any:
         address = tensor.untyped_storage().data_ptr()
         found = self._by_address.get(address)
+        if found is None and tensor.dim() and not any(tensor.stride()):
+            self._check_inside(address)
         if found is None or tensor.dtype is not found[1].dtype or tensor.is_conj() or tensor.is_neg():
             return tensor if outer is None else outer(tensor)
         return _Saved(*found, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+
+    def _check_inside(self, address: int) -> None:
+        """Raises ConfigError if a released parameter is at an address, which an operation outside of its unit reads."""
+        for unit in self.all:
+            for name, parameter in unit.named:
+                if not unit.is_whole and parameter.data_ptr() == address:
+                    raise ConfigError(
+                        f"{name} is used outside of the forward of {self.title(unit)}, where it is released: use it "
+                        "inside, or choose other units by strategy.units (ddp.Averaging(units=…))"
+                    )
 
     @uncompiled
     def _unpack(self, outer: Callable[[Any], Tensor] | None, saved: Any) -> Tensor:
@@ -775,7 +787,8 @@ class Units:
 
     def _hooks_on(self, unit: Unit) -> Iterator[Any]:
         module = unit.module
-        yield module.register_forward_pre_hook(_Hook(self, unit, "enter"))
+        # before those of the program, which may compute weights, as torch.nn.utils.prune does
+        yield module.register_forward_pre_hook(_Hook(self, unit, "enter"), prepend=True)
         yield module.register_forward_hook(_Hook(self, unit, "leave"), always_call=True)
         yield module.register_state_dict_pre_hook(_Hook(self, unit, "refuse"))
         yield module.register_load_state_dict_pre_hook(_Hook(self, unit, "refuse"))

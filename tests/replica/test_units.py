@@ -22,6 +22,7 @@ import torch
 from ranks import run_cases, run_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import ddp
@@ -195,6 +196,14 @@ class PartlyFrozen(Net):
         self.blocks[2][0].requires_grad_(False)
 
 
+class Pruned(Net):
+    """A hook of the program computes a weight before the forward of a unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1] = prune.random_unstructured(nn.Linear(8, 8), "weight", amount=0.5)
+
+
 class Channels(nn.Module):
     """Weights in the order of channels, and kernels of one pixel."""
 
@@ -341,6 +350,7 @@ PROGRAMS: dict[str, tuple[type[nn.Module], Any]] = {
     "channels": (Channels, plain),
     "tied": (Tied, plain),
     "partly frozen": (PartlyFrozen, plain),
+    "pruned": (Pruned, plain),
     "partly frozen, two forwards": (PartlyFrozen, two_forwards),
     "sides": (WithSides, with_sides),
     **{
@@ -482,10 +492,22 @@ def without_zero_grad(comm: ddp.Communicator) -> None:
 
 
 def outside(comm: ddp.Communicator) -> None:
-    """A parameter that is used outside of its unit is NaN, and the error of the loss says so on every rank."""
+    """A parameter that is used outside of its unit is found if autograd saves it; else the outputs are NaN."""
     strategy = made()
-    strategy.model.module.register_forward_hook(lambda module, _, outputs: outputs + module.blocks[1][2].bias.sum())
+    module = strategy.model.module
+    handle = module.register_forward_hook(lambda module, _, outputs: outputs + module.blocks[1][2].bias.sum())
     assert strategy.model(X).isnan().all()
+    handle.remove()
+    for use in (
+        lambda module, inputs, outputs: outputs * module.blocks[1][0].weight.square().sum(),
+        lambda module, inputs, outputs: F.linear(outputs[:, :1].expand(-1, 8), module.blocks[1][0].weight),
+    ):
+        handle = module.register_forward_hook(use)
+        with pytest.raises(ConfigError, match=r"blocks.1.0.weight is used outside of the forward of unit blocks.1,"):
+            strategy.model(X)
+        handle.remove()
+    plain(strategy, *mine(), 0)
+    step(strategy)
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------
@@ -497,7 +519,7 @@ class Deep(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(4, 64)
-        self.blocks = nn.ModuleList(block(64) for _ in range(8))
+        self.blocks = nn.ModuleList(block(64) for _ in range(12))
         self.last = nn.Linear(64, 3)
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -550,8 +572,9 @@ def memory(comm: ddp.Communicator) -> None:
                 handle.remove()
         step(strategy)
     between.append(held_bytes(known))
-    small = 64 * 1024  # activations of a few samples
-    assert max(between) <= 1.1 * 3 * num_bytes / comm.world_size, (between, num_bytes)
+    small = 32 * 1024  # activations of a few samples
+    assert max(between[:3]) <= 1.1 * 3 * num_bytes / comm.world_size, (between, num_bytes)
+    assert between[-1] <= between[2] + 2 * units[3] + small, "the whole state of what is frozen, and nothing else"
     assert max(peaks) - between[1] <= most + num_bytes / comm.world_size + small, (max(peaks), between, most)
     strategy.finish()
 
