@@ -23,7 +23,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ddp
+from ddp.comm import connect
 from ddp.errors import CollectiveMismatch, ConfigError, Diverged, PeerLost, ReplicaMismatch, UnusedParameters
+from ddp.gradients import ErrorFeedback, PowerSGD, TopK
 from ddp.replica.units import dissolve_units
 from ddp.setting import Setup, refuse
 from ddp.strategies import step
@@ -314,6 +316,38 @@ def runs() -> None:
 
 def test_runs_of_one_program_begin_where_the_one_before_has_ended() -> None:
     run_ranks(runs, 2)
+
+
+# --- wires and hooks between hosts -----------------------------------------------------------------------------------
+
+NEAR = {"bf16": 0.02, "fp16": 0.005, "int8": 0.1}
+
+
+def changed_by(**how: Any) -> Tensor:
+    """Returns by how much training has changed the parameters, in one vector."""
+    module, optimizer = made(mlp, dtype=torch.float32)
+    first = flat(module)
+    averaging = ddp.Averaging(**how)
+    fitted(module, samples("mlp", torch.float32), optimizer, strategy=averaging, max_steps=8)
+    return flat(module) - first
+
+
+def between_hosts() -> None:
+    connect.boot_id = lambda: f"host {os.environ['RANK']}"
+    ddp.init(abort_s=30, algorithm="ring")
+    plain = changed_by(strategy="multi_worker")
+    assert torch.equal(changed_by(strategy=FULLY), plain), "two ranks: one order of addition"
+    for wire, near in NEAR.items():
+        found = changed_by(strategy=FULLY, wire=wire)
+        assert 0 < (found - plain).norm() <= near * plain.norm(), wire
+    for hook in (ErrorFeedback(PowerSGD(2)), ErrorFeedback(TopK(0.3))):
+        found, expected = changed_by(strategy=FULLY, hook=hook), changed_by(strategy="sharded", hook=hook)
+        assert F.cosine_similarity(found, expected, dim=0) > 0.9, hook
+        assert not torch.equal(found, plain)
+
+
+def test_wires_and_hooks_send_less_and_train_nearly_the_same() -> None:
+    run_ranks(between_hosts, 2)
 
 
 # --- an overflow -----------------------------------------------------------------------------------------------------
