@@ -12,10 +12,10 @@ import ddp
 
 PACKAGE = Path(__file__).parent.parent / "ddp"
 LIMITS = {
-    "code lines outside of lab/": 34_560,
-    "code lines of lab/": 4_010,
-    "code lines of comm/, gradients/ and replica/": 10_390,
-    "modules outside of lab/": 208,
+    "code lines outside of lab/": 36_230,
+    "code lines of lab/": 4_025,
+    "code lines of comm/, gradients/ and replica/": 11_260,
+    "modules outside of lab/": 215,
     "folders and files at the top": 20,
     "parameters of fit": 20,  # with **mistyped, which takes names that it does not have
     "lines of a function": 62,

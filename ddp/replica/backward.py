@@ -41,6 +41,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, SupportsInt
 
@@ -135,6 +136,9 @@ class Accumulation:
     running: int | None = None
     may_unfreeze = True
     buffers_at_start: Mapping[str, Tensor] = MappingProxyType({})
+
+    before: Callable[[Tensor], None] | None = None
+    """Called before autograd adds to the gradient of a parameter."""
 
     def connect(self, layouts: Layouts) -> None:
         """Receives the layouts of its replica, once there are some."""
@@ -553,8 +557,10 @@ class Observers:
 
     _all: ClassVar[weakref.WeakSet[Observers]] = weakref.WeakSet()
 
-    def __init__(self, replica: Listener, parameters: Iterable[nn.Parameter]) -> None:
-        self._of_replica, self._lock = weakref.ref(replica), threading.RLock()
+    def __init__(
+        self, replica: Listener, parameters: Iterable[nn.Parameter], before: Callable[[Tensor], None] | None = None
+    ) -> None:
+        self._of_replica, self._lock, self._before = weakref.ref(replica), threading.RLock(), before
         self._parameters = [p for p in parameters if (p.is_floating_point() or p.is_complex()) and not p.is_inference()]
         self._nodes: dict[nn.Parameter, Any] = {}  # holds them, because a parameter does not
         self._handles: list[RemovableHandle] = []
@@ -581,6 +587,8 @@ class Observers:
             if self._nodes.get(parameter) is not node:
                 self._nodes[parameter] = node
                 self._handles.append(node.register_hook(observer_of(parameter)))
+                if (before := self._before) is not None:
+                    self._handles.append(node.register_prehook(partial(_call, before, parameter)))
                 renewed.append(parameter)
         return renewed
 
@@ -614,6 +622,10 @@ class Observers:
             handle.remove()
         self._handles.clear()
         self._nodes.clear()
+
+
+def _call(before: Callable[[Tensor], None], parameter: Tensor, _gradients: Any) -> None:
+    before(parameter)
 
 
 @contextmanager

@@ -54,11 +54,12 @@ from ddp.replica.backward import Accumulation, Backward, BucketReduction, Observ
 from ddp.replica.broadcast import BufferSync, broadcast_state, check_trainable, sending
 from ddp.replica.by_shards import ByShards, check_shards
 from ddp.replica.direct import is_compiler_used, mode_for
+from ddp.replica.in_slices import InSlices
 from ddp.replica.parameters import Change, Layouts, ParameterWatch, check_wire, managed, sparse_weights
 from ddp.replica.replica import PREFIX, Replica
 from ddp.replica.step_finalizer import Share, Usage
 from ddp.replica.sync_batchnorm import waits
-from ddp.replica.units import InSlices, Pass, Units, dissolve_units
+from ddp.replica.units import Units, dissolve_units
 from ddp.setting import WireName
 
 
@@ -163,7 +164,8 @@ class BucketedDataParallel(Replica):
         self.accumulation.connect(self._layouts)
         self.backward = self._new_backward()
         self._last = self.backward  # the last one that has ended, once there is one
-        self._observers = Observers(self, (parameter for _, parameter in self._replicated_parameters()))
+        observed = (parameter for _, parameter in self._replicated_parameters())
+        self._observers = Observers(self, observed, before=self.accumulation.before)
 
     # --- a step, in the order of time --------------------------------------------------------------------------------
 
@@ -245,7 +247,7 @@ class BucketedDataParallel(Replica):
     def _around_repeated(self) -> AbstractContextManager[Any] | None:
         if self.units is None or torch._C._are_functorch_transforms_active():
             return None
-        return self.units.saving()
+        return self.units.places.saving()
 
     def _watch_outputs(self, outputs: Any) -> None:
         if self._watch.has_frozen:
@@ -311,7 +313,7 @@ class BucketedDataParallel(Replica):
             return
         self.units.follow_forward(is_training=True, records=True)
         self._begin_step(self._layouts.current, has_samples=False)
-        self.units.follow(Pass(True, True, True), lambda _: self.backward.launch_next())
+        self.units.follow_backward(lambda _: self.backward.launch_next(), is_last=True)
 
     def most_micros(self, mine: int) -> int:
         most = torch.tensor(max(1, mine), device=self.comm.device)
@@ -327,7 +329,7 @@ class BucketedDataParallel(Replica):
                 self._buffer_sync.after_forward()
             self.require_forward_param_sync = False
             self.units.follow_forward(is_training=True, records=True)
-            self.units.follow(Pass(True, True, False), self.accumulation.reduce_early)
+            self.units.follow_backward(self.accumulation.reduce_early, is_last=False)
 
     def follow_evaluation(self) -> None:
         if self.units is not None:

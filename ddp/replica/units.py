@@ -18,18 +18,12 @@ has saved: a view of a unit's memory is saved as its place in the unit. At most 
 those whose forward is running: the next one takes its place. Each gathering has new memory, so what a program has kept
 by itself, such as a view, stays valid, and costs that memory.
 
-Note "absent". Without its memory a parameter keeps its shape, and every read gives NaN, because it is one number that
-is expanded. Torch refuses most writes to it, and the next gathering refuses the rest. A released parameter that takes
-part in a forward is found when autograd saves it, or by its gradient.
-
-Note "one order". Gathering and reducing are collectives, so all ranks must use units in one order. The first pass of a
-kind compares the order of all ranks, event by event, and records it. A rank without samples repeats what was recorded,
-or, in such a first pass, what the others announce.
+Released parameters are absent (`flat.py`): they read as NaN. One that takes part in a forward outside of its unit is
+found when autograd saves it. All ranks use units in one order (`common_order.py`); `in_slices.py` adds up gradients.
 """
 
 from __future__ import annotations
 
-import math
 import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -37,182 +31,26 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple, SupportsInt
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ddp.comm.call_queue import Work
 from ddp.comm.objects import all_gather_object
-from ddp.comm.reduction import divided_
-from ddp.errors import ConfigError, ReplicaMismatch
-from ddp.gradients.bucket import Bucket, Slot, strides_in_bucket, with_own_storage
+from ddp.errors import ConfigError
+from ddp.gradients.bucket import Bucket, Slot, strides_in_bucket
 from ddp.gradients.reducer import ReduceScatter, slice_bounds
 from ddp.process.memory import give_back_large_blocks
 from ddp.replica.autograd import uncompiled
-from ddp.replica.backward import Accumulation
 from ddp.replica.broadcast import broadcast_state, broadcast_tensors
+from ddp.replica.common_order import CommonOrder, Event, Pass
+from ddp.replica.flat import Flat
 from ddp.units import binary_size, counted
 
 if TYPE_CHECKING:
     from ddp.comm.communicator import Communicator
     from ddp.gradients.layout import Layout
-    from ddp.replica.step_finalizer import Share
-
-# --- Parameters in one memory ----------------------------------------------------------------------------------------
-
-
-class Flat:
-    """Parameters of a bucket, adjacent in one memory, of which this rank updates a slice. Collective to make.
-
-    Args:
-        bucket: says where in the memory each parameter lies.
-        bounds: where each rank's slice begins, and where the last one ends.
-        memory: in which the parameters always are; None: they can be released.
-
-    Attributes:
-        start, stop: of this rank's slice.
-        whole: the memory; None while it is released.
-        mine: [stop − start], the slice.
-    """
-
-    def __init__(
-        self, comm: Communicator, bucket: Bucket, bounds: Sequence[int], memory: Tensor | None = None
-    ) -> None:
-        self._comm, self.bucket, self.bounds, self._memory = comm, bucket, bounds, memory
-        number = comm.slices[comm.rank]
-        self.start, self.stop = bounds[number], bounds[number + 1]
-        self._gradient: Tensor | None = None
-        self._work: Work[Tensor] | None = None  # a gathering in flight
-        self._versions: list[int] = []  # of released parameters
-        like = bucket.slots[0].parameter
-        self.dtype, self.device = like.dtype, like.device
-        self.whole: Tensor | None = self._new() if memory is None else memory
-        self.take_in()
-        mine = self.whole[self.start : self.stop]
-        self.mine = mine.clone() if memory is None else mine
-
-    def _new(self) -> Tensor:
-        with torch.inference_mode(False):
-            return torch.empty(self.bounds[-1], dtype=self.dtype, device=self.device)
-
-    @torch.no_grad()
-    def take_in(self) -> None:
-        """Moves parameters to the memory that are elsewhere."""
-        assert self.whole is not None
-        for slot, view in zip(self.bucket.slots, self.bucket.views_of(self.whole), strict=True):
-            if slot.parameter.data_ptr() != view.data_ptr() or slot.parameter.stride() != view.stride():
-                view.copy_(slot.parameter)
-                slot.parameter.data = view if self._memory is None else with_own_storage(view)
-
-    def gather(self, label: str) -> None:
-        """Makes the parameters those of all ranks' slices. Collective.
-
-        Raises:
-            ConfigError: the program has written to one that was released.
-        """
-        if self._work is None:
-            self._comm.all_gather_(self._taken(), self.bounds, label=label)
-        else:
-            self._work.wait()
-            self._work = None
-
-    def begin_gathering(self, label: str) -> None:
-        """Begins what the next call of `gather` ends. Collective."""
-        self._work = self._comm.all_gather_(self._taken(), self.bounds, async_op=True, label=label)
-
-    def _taken(self) -> Tensor:
-        """Returns the memory of the parameters, which they have then."""
-        if self.whole is None:
-            self._check_unwritten()
-            self.whole = self._new()
-            self.whole[self.start : self.stop] = self.mine
-            for slot, view in zip(self.bucket.slots, self.bucket.views_of(self.whole), strict=True):
-                slot.parameter.data = view
-        return self.whole
-
-    def release(self) -> None:
-        """Gives the memory back; the parameters read as NaN."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
-        if self.whole is not None and self._memory is None:
-            self.whole = None
-            for slot in self.bucket.slots:
-                slot.parameter.data = absent(slot.parameter)
-            self._versions = self._versions_now()
-
-    @property
-    def is_whole(self) -> bool:
-        """Returns True if the parameters can be read."""
-        return self.whole is not None and self._work is None
-
-    def _versions_now(self) -> list[int]:
-        return [slot.parameter._version for slot in self.bucket.slots]
-
-    def _check_unwritten(self) -> None:
-        """Finds what torch does not refuse: a write to one element, and filling with one value."""
-        before, self._versions = self._versions, self._versions_now()
-        for slot, old, new in zip(self.bucket.slots, before, self._versions, strict=True):
-            if old != new:
-                raise ConfigError(
-                    f"{slot.name} was written to while it was released, which has changed no rank's slice: write "
-                    "inside of `with model.whole():`, the same on all ranks"
-                )
-
-    @torch.no_grad()
-    def keep(self) -> None:
-        """Takes this rank's slice of what the program has written to the parameters."""
-        self.take_in()
-        if self.whole is not None:
-            self.mine.copy_(self.whole[self.start : self.stop])
-
-    def slice_of(self, values: Mapping[str, Tensor | None], dtype: torch.dtype, *, what: str) -> Tensor:
-        """Returns this rank's slice of values that rank 0 has for the parameters, laid out as these. Collective.
-
-        Args:
-            values: by name of the parameter; None counts as zeros.
-            what: for messages.
-        """
-        whole = torch.zeros(self.bounds[-1], dtype=dtype, device=self.device)
-        if self._comm.rank == 0:
-            for slot, view in zip(self.bucket.slots, self.bucket.views_of(whole), strict=True):
-                if (value := values[slot.name]) is not None:
-                    view.copy_(value)
-        return self._comm.broadcast(whole, label=f"{what} of {self.bucket.label}")[self.start : self.stop].clone()
-
-    def give_up(self) -> None:
-        """Leaves each parameter in its own memory."""
-        for slot in self.bucket.slots:
-            slot.parameter.data = slot.parameter.detach().clone()
-
-    @property
-    def gradient(self) -> Tensor:
-        """The gradient of the slice, [stop − start]; uninitialized after `drop_gradient`."""
-        if self._gradient is None:
-            self._gradient = torch.empty_like(self.mine)
-        return self._gradient
-
-    def drop_gradient(self) -> None:
-        """Frees the gradient's memory: in the next forward, activations need it."""
-        self._gradient = None
-        self.bucket.give_back(self.mine[:0].clone())
-
-
-def is_absent(tensor: Tensor) -> bool:
-    """Returns True for a tensor of `absent` itself."""
-    return getattr(tensor, "is_absent", False)
-
-
-def absent(like: Tensor) -> Tensor:
-    """Returns a tensor like a parameter, all of whose elements are one NaN (note "absent")."""
-    with torch.inference_mode(False):
-        nan = torch.full((), math.nan, dtype=like.dtype, device=like.device)
-        found = nan.as_strided(like.shape, (0,) * like.dim())
-    found.is_absent = True  # type: ignore[attr-defined]
-    return found
-
 
 # --- Which modules are units -----------------------------------------------------------------------------------------
 
@@ -236,6 +74,18 @@ class Unit:
     def is_whole(self) -> bool:
         """Returns True if all its parameters can be read."""
         return all(flat.is_whole for flat in self.flats)
+
+    @property
+    def title(self) -> str:
+        """Returns its name for messages."""
+        return f"unit {self.name}" if self.name else "the root unit"
+
+    def take_memory(self, device: torch.device) -> None:
+        """Gives parameters on the meta device uninitialized memory; an optimizer of them stays valid."""
+        for _, parameter in self.named:
+            if parameter.is_meta:
+                like = torch.empty_like(parameter, device=device)
+                torch.utils.swap_tensors(parameter, nn.Parameter(like, requires_grad=parameter.requires_grad))
 
     @property
     def num_bytes(self) -> int:
@@ -278,6 +128,23 @@ def _elements(module: nn.Module, prefix: str, *, is_inside: bool) -> Iterator[tu
             yield f"{prefix}{name}", child
 
 
+def units_of(module: nn.Module, named: Sequence[tuple[str, nn.Parameter]], pattern: str | None) -> list[Unit]:
+    """Returns the units of a model with their parameters; the root, which has the rest, is the last."""
+    modules = unit_modules(module, pattern)
+    users: dict[int, set[str]] = {}
+    for name, each in modules.items():
+        for parameter in each.parameters():
+            users.setdefault(id(parameter), set()).add(name)
+    of_unit: dict[str, list[tuple[str, nn.Parameter]]] = {name: [] for name in modules}
+    rest: list[tuple[str, nn.Parameter]] = []
+    for name, parameter in named:
+        inside = users.get(id(parameter), set())
+        only = next(iter(inside)) if len(inside) == 1 else ""
+        (of_unit[only] if only and name.startswith(f"{only}.") else rest).append((name, parameter))
+    parts = [(name, modules[name], of_unit[name]) for name in modules if of_unit[name]] + [("", module, rest)]
+    return [Unit(index, *part) for index, part in enumerate(parts)]
+
+
 def refuse_meta_on_rank_zero(comm: Communicator, module: nn.Module) -> None:
     """Raises ConfigError, on every rank, if rank 0 has no values for the others. Collective."""
     named = (*module.named_parameters(), *module.named_buffers())
@@ -288,34 +155,6 @@ def refuse_meta_on_rank_zero(comm: Communicator, module: nn.Module) -> None:
         )
 
 
-def _like(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
-    """Returns an uninitialized parameter like one on the meta device."""
-    return nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad)
-
-
-class Event(NamedTuple):
-    """An event that all ranks have together in a pass: they "use" a unit, "reduce" a bucket, or "end" the pass."""
-
-    what: str
-    number: int = 0
-
-
-END = Event("end")
-
-
-def used_last(events: Sequence[Event]) -> list[int]:
-    """Returns the numbers of the units that events use, the one whose last use is the latest first."""
-    return list(dict.fromkeys(event.number for event in reversed(events) if event.what == "use"))
-
-
-class Pass(NamedTuple):
-    """A kind of pass, each of which has an order of events."""
-
-    is_backward: bool
-    is_training: bool
-    is_last: bool
-
-
 class _Saved(NamedTuple):
     """The place of a tensor that autograd has saved, in a unit's memory."""
 
@@ -324,6 +163,57 @@ class _Saved(NamedTuple):
     shape: torch.Size
     stride: tuple[int, ...]
     offset: int
+
+
+class SavedPlaces:
+    """Lets autograd save views of units as their places (note "on demand")."""
+
+    def __init__(self, units: Units) -> None:
+        self._units = units
+        self._found: dict[int, tuple[Unit, Flat]] = {}  # by address
+
+    def add(self, unit: Unit, flat: Flat) -> None:
+        """Adds the memory of a unit that is whole."""
+        assert flat.whole is not None
+        self._found[flat.whole.data_ptr()] = unit, flat
+
+    def remove(self, flat: Flat) -> None:
+        """Removes a memory that will be given back."""
+        if flat.whole is not None:
+            self._found.pop(flat.whole.data_ptr(), None)
+
+    def saving(self) -> AbstractContextManager[None]:
+        """Returns a block in which autograd saves places."""
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(True) or (None, None)  # of the program
+        return saved_tensors_hooks(partial(self._pack, outer[0]), partial(self._unpack, outer[1]))
+
+    @uncompiled
+    def _pack(self, outer: Callable[[Tensor], Any] | None, tensor: Tensor) -> Any:
+        address = tensor.untyped_storage().data_ptr()
+        found = self._found.get(address)
+        if found is None and tensor.dim() and not any(tensor.stride()):
+            self._check_inside(address)
+        if found is None or tensor.dtype is not found[1].dtype or tensor.is_conj() or tensor.is_neg():
+            return tensor if outer is None else outer(tensor)
+        return _Saved(*found, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+
+    def _check_inside(self, address: int) -> None:
+        """Raises ConfigError if a released parameter is at an address, which an operation outside of its unit reads."""
+        for unit in self._units.all:
+            for name, parameter in unit.named:
+                if not unit.is_whole and parameter.data_ptr() == address:
+                    raise ConfigError(
+                        f"{name} is used outside of the forward of {unit.title}, where it is released: use it "
+                        "inside, or choose other units by strategy.units (ddp.Averaging(units=…))"
+                    )
+
+    @uncompiled
+    def _unpack(self, outer: Callable[[Any], Tensor] | None, saved: Any) -> Tensor:
+        if not isinstance(saved, _Saved):
+            return saved if outer is None else outer(saved)
+        self._units.use(saved.unit)
+        assert saved.flat.whole is not None
+        return saved.flat.whole.as_strided(saved.shape, saved.stride, saved.offset)
 
 
 # --- The units of a replica ------------------------------------------------------------------------------------------
@@ -362,34 +252,16 @@ class Units:
         self._whole: list[Unit] = []  # besides the root
         self._held = [0] * comm.world_size  # elements, by slice
         self._flat_of: weakref.WeakKeyDictionary[Bucket, Flat] = weakref.WeakKeyDictionary()
-        self._by_address: dict[int, tuple[Unit, Flat]] = {}
-        self._orders: dict[Pass, list[Event]] = {}
-        self._kind: Pass | None = None  # of the running pass
-        self._events: list[Event] = []
-        self._used: set[int] = set()  # numbers of the units among them
-        self._follows = False
+        self.places = SavedPlaces(self)
+        self.order = CommonOrder(comm, lambda number: self.all[number].title)
         self.layouts: Callable[[], Layout]
-        modules = unit_modules(module, pattern)
-        users: dict[int, set[str]] = {}
-        for name, each in modules.items():
-            for parameter in each.parameters():
-                users.setdefault(id(parameter), set()).add(name)
-        of_unit: dict[str, list[tuple[str, nn.Parameter]]] = {name: [] for name in modules}
-        rest: list[tuple[str, nn.Parameter]] = []
-        for name, parameter in named:
-            inside = users.get(id(parameter), set())
-            only = next(iter(inside)) if len(inside) == 1 else ""
-            (of_unit[only] if only and name.startswith(f"{only}.") else rest).append((name, parameter))
-        parts = [(name, modules[name], of_unit[name]) for name in modules if of_unit[name]] + [("", module, rest)]
-        self.all = [Unit(index, *part) for index, part in enumerate(parts)]
+        self.all = units_of(module, named, pattern)
         self.root = self.all[-1]
         self._unit_of = {id(parameter): unit for unit in self.all for _, parameter in unit.named}
         self.strides_of = {id(parameter): strides_in_bucket(parameter) for _, parameter in named}
         refuse_meta_on_rank_zero(comm, module)
         for unit in self.all:
-            for _, parameter in unit.named:
-                if parameter.is_meta:  # an optimizer of it stays valid
-                    torch.utils.swap_tensors(parameter, _like(parameter, comm.device))
+            unit.take_memory(comm.device)
             broadcast_state(comm, unit.named, sending=sending)
             self._cut(unit, [])
             self._release(unit)
@@ -460,14 +332,12 @@ class Units:
             del self._flat_of[bucket]
         for flat in before:  # which a running backward may still read
             self._hold(flat, -1)
-            if flat.whole is not None:
-                self._by_address.pop(flat.whole.data_ptr(), None)
+            self.places.remove(flat)
         unit.flats = []
         for bucket in [*buckets, *(Bucket(0, slots) for slots in rest.values())]:
             unit.flats.append(flat := Flat(self.comm, bucket, slice_bounds(bucket, self.comm.world_size, self._held)))
             self._hold(flat, 1)
-            assert flat.whole is not None
-            self._by_address[flat.whole.data_ptr()] = unit, flat
+            self.places.add(unit, flat)
 
     def _hold(self, flat: Flat, sign: int) -> None:
         """Counts the slices of a flat, or no longer."""
@@ -480,33 +350,24 @@ class Units:
     def forward(self, *, is_training: bool, is_last: bool) -> Iterator[None]:
         """Runs a forward of the replica inside; its backward is expected to follow if autograd records it."""
         records = torch.is_grad_enabled()
-        self._begin(Pass(False, is_training, records))
+        self.order.begin(Pass(False, is_training, records))
         try:
-            with self.saving() if records else nullcontext():
+            with self.places.saving() if records else nullcontext():
                 yield
         except BaseException:
-            self._kind = None  # whose order nobody has seen to the end
+            self.order.cancel()
             raise
         self._end_forward(records, is_training, is_last)
 
-    def saving(self) -> AbstractContextManager[None]:
-        """Returns a block in which autograd saves views of units as their places (note "on demand")."""
-        outer = torch._C._autograd._top_saved_tensors_default_hooks(True) or (None, None)  # of the program
-        return saved_tensors_hooks(partial(self._pack, outer[0]), partial(self._unpack, outer[1]))
-
     def _end_forward(self, records: bool, is_training: bool, is_last: bool) -> None:
-        self.end()
+        self.order.end()
         if records:
-            self._sort(used_last(self._events))
-            self._begin(Pass(True, is_training, is_last))
+            self._sort()
+            self.order.begin(Pass(True, is_training, is_last))
 
-    def _sort(self, used: Sequence[int]) -> None:
-        """Reduces buckets in the reverse order of forward, the root's last.
-
-        Args:
-            used: numbers of units, the one whose last use is the latest first.
-        """
-        layout, place = self.layouts(), {index: place for place, index in enumerate(used)}
+    def _sort(self) -> None:
+        """Reduces buckets in the reverse order of the forward that has ended, the root's last."""
+        layout, place = self.layouts(), {index: place for place, index in enumerate(self.order.used_last)}
         place[self.root.index] = len(place)
         in_order = sorted(layout.buckets, key=lambda bucket: place.get(self._unit_at(bucket).index, len(place)))
         if any(a is not b for a, b in zip(in_order, layout.buckets, strict=True)):
@@ -515,10 +376,9 @@ class Units:
     def use(self, unit: Unit) -> None:
         """Makes a unit whole, in the place of those that nothing runs in. Collective."""
         is_last = unit.is_whole and (unit is self.root or self._whole[-1:] == [unit])
-        if is_last and unit.index in self._used:  # what is whole from before this pass is in its order nevertheless
+        if is_last and self.order.has_used(unit.index):  # what is whole from before a pass is in its order, too
             return
-        self._used.add(unit.index)
-        self.note(Event("use", unit.index))
+        self.order.note(Event("use", unit.index))
         self._use(unit)
 
     def _use(self, unit: Unit) -> None:
@@ -527,41 +387,29 @@ class Units:
                 self._release(other)
             self._whole = [each for each in self._whole if each is not unit] + [unit]
         if not unit.is_whole:
-            self._gather(unit, self._why)
+            self._gather(unit, self.order.what_runs)
         if self.comm.plan.overlaps:
             self._gather_next()
-
-    @property
-    def _why(self) -> str:
-        return "backward" if self._kind is not None and self._kind.is_backward else "forward"
 
     @torch.no_grad()
     def _gather_next(self) -> None:
         """Begins to gather the unit that follows in the known order, while this rank computes with the present one."""
-        known = () if self._kind is None else self._orders.get(self._kind, ())
-        later = (self.all[event.number] for event in known[len(self._events) :] if event.what == "use")
-        unit = next(later, self.root)
+        unit = self.root if (coming := self.order.coming) is None else self.all[coming]
         if unit is not self.root and all(flat.whole is None for flat in unit.flats):
             for flat in unit.flats:
-                flat.begin_gathering(f"{self._why} of {self.title(unit)}, ahead")
+                flat.begin_gathering(f"{self.order.what_runs} of {unit.title}, ahead")
             self._whole.insert(0, unit)  # the next to be released, unless it is used
 
     @torch.no_grad()
     def _gather(self, unit: Unit, why: str) -> None:
         for flat in unit.flats:
-            flat.gather(f"{why} of {self.title(unit)}")
-            assert flat.whole is not None
-            self._by_address[flat.whole.data_ptr()] = unit, flat
-
-    def title(self, unit: Unit) -> str:
-        """Returns a unit's name for messages."""
-        return f"unit {unit.name}" if unit.name else "the root unit"
+            flat.gather(f"{why} of {unit.title}")
+            self.places.add(unit, flat)
 
     def _release(self, unit: Unit) -> None:
         for flat in unit.flats:
-            if flat.whole is not None:
-                self._by_address.pop(flat.whole.data_ptr(), None)
-                flat.release()
+            self.places.remove(flat)
+            flat.release()
         self._whole = [each for each in self._whole if each is not unit]
 
     def release(self) -> None:
@@ -576,108 +424,29 @@ class Units:
         if unit is not self.root and not unit.num_running:
             self._release(unit)
 
-    # --- what autograd saves (note "on demand") ----------------------------------------------------------------------
-
-    @uncompiled
-    def _pack(self, outer: Callable[[Tensor], Any] | None, tensor: Tensor) -> Any:
-        address = tensor.untyped_storage().data_ptr()
-        found = self._by_address.get(address)
-        if found is None and tensor.dim() and not any(tensor.stride()):
-            self._check_inside(address)
-        if found is None or tensor.dtype is not found[1].dtype or tensor.is_conj() or tensor.is_neg():
-            return tensor if outer is None else outer(tensor)
-        return _Saved(*found, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
-
-    def _check_inside(self, address: int) -> None:
-        """Raises ConfigError if a released parameter is at an address, which an operation outside of its unit reads."""
-        for unit in self.all:
-            for name, parameter in unit.named:
-                if not unit.is_whole and parameter.data_ptr() == address:
-                    raise ConfigError(
-                        f"{name} is used outside of the forward of {self.title(unit)}, where it is released: use it "
-                        "inside, or choose other units by strategy.units (ddp.Averaging(units=…))"
-                    )
-
-    @uncompiled
-    def _unpack(self, outer: Callable[[Any], Tensor] | None, saved: Any) -> Tensor:
-        if not isinstance(saved, _Saved):
-            return saved if outer is None else outer(saved)
-        self.use(saved.unit)
-        assert saved.flat.whole is not None
-        return saved.flat.whole.as_strided(saved.shape, saved.stride, saved.offset)
-
-    # --- one order (note "one order") --------------------------------------------------------------------------------
-
-    def _begin(self, kind: Pass) -> None:
-        self.end()
-        self._kind, self._events, self._used = kind, [], set()
-
-    def end(self) -> None:
-        """Ends a pass, whose order is known from now on. Collective in the first pass of its kind."""
-        kind, self._kind = self._kind, None
-        if kind is None or not self._events:
-            return
-        if kind not in self._orders:
-            self._agree(END)
-            self._orders[kind] = self._events
-
-    def note(self, event: Event) -> None:
-        """Records an event of the running pass, before it. Collective in the first pass of its kind."""
-        if self._kind is not None and not self._follows:
-            self._events.append(event)
-            if self._kind not in self._orders:
-                self._agree(event)
-
-    def _agree(self, mine: Event | None) -> Event:
-        """Returns the event that all ranks with samples announce.
-
-        Raises:
-            ReplicaMismatch: they announce several.
-        """
-        found = all_gather_object(self.comm, mine, label="order of units" if mine is None else self._label_of(mine))
-        known = {rank: Event(*each) for rank, each in enumerate(found) if each is not None}
-        if len(set(known.values())) > 1:
-            words = ", ".join(f"rank {rank} {self._in_words(event)}" for rank, event in known.items())
-            raise ReplicaMismatch(
-                f"the ranks use units in different orders: {words}. Let each rank call the same parts of the model in "
-                "one order"
-            )
-        return next(iter(known.values()), END)
-
-    def _label_of(self, event: Event) -> str:
-        """Returns what an event is for, for messages."""
-        return f"{self._why} of {self.title(self.all[event.number])}" if event.what == "use" else "order of units"
-
-    def _in_words(self, event: Event) -> str:
-        if event.what == "use":
-            return f"uses {self.title(self.all[event.number])}"
-        return f"reduces bucket {event.number}" if event.what == "reduce" else "has ended"
-
-    def follow(self, kind: Pass, reduce: Callable[[int], None]) -> None:
-        """Takes part in a pass for which this rank has no samples. Collective.
-
-        Args:
-            reduce: reduces a bucket to which this rank contributes zeros.
-        """
-        self._begin(kind)
-        self._follows = True
-        try:
-            known = self._orders.get(kind)
-            for event in iter(lambda: self._agree(None), END) if known is None else known:
-                self._events.append(event)
-                if event.what == "use":
-                    self._use(self.all[event.number])
-                else:
-                    reduce(event.number)
-        finally:
-            self._follows, self._kind = False, None
-        self._orders.setdefault(kind, self._events)
+    # --- a rank without samples ------------------------------------------------------------------------------------
 
     def follow_forward(self, *, is_training: bool, records: bool) -> None:
         """Takes part in a forward for which this rank has no samples. Collective."""
-        self.follow(Pass(False, is_training, records), lambda _: None)
+        self.order.follow(Pass(False, is_training, records), lambda event: self._use(self.all[event.number]))
         if records:
-            self._sort(used_last(self._events))
+            self._sort()
+
+    def follow_backward(self, reduce: Callable[[int], None], *, is_last: bool) -> None:
+        """Takes part in a backward for which this rank has no samples. Collective.
+
+        Args:
+            reduce: reduces a bucket to which this rank contributes zeros.
+            is_last: of a step.
+        """
+
+        def act(event: Event) -> None:
+            if event.what == "use":
+                self._use(self.all[event.number])
+            else:
+                reduce(event.number)
+
+        self.order.follow(Pass(True, True, is_last), act)
 
     # --- all of it ---------------------------------------------------------------------------------------------------
 
@@ -830,7 +599,7 @@ class _Hook:
     def _refuse(self) -> None:
         if self._units.is_guarded and not self._unit.is_whole:
             raise ConfigError(
-                f"{self._units.title(self._unit)} is released: its parameters are in slices, one on each rank. Copy, "
+                f"{self._unit.title} is released: its parameters are in slices, one on each rank. Copy, "
                 "save and load the module inside of `with model.whole():`, on all ranks; model.state_dict() gathers"
             )
 
@@ -849,100 +618,3 @@ def _no_hook(*_: Any) -> None:
 
 def _made_no_hook() -> Callable[..., None]:
     return _no_hook
-
-
-# --- Gradients -------------------------------------------------------------------------------------------------------
-
-
-class InSlices(Accumulation):
-    """Adds up micro-batches in this rank's slices of gradients.
-
-    Each unit is reduced in each micro-batch, as soon as all its gradients are ready. The mean is divided once, in the
-    last one. A parameter that has no gradient in a micro-batch keeps its unit's other gradients whole until the next.
-    """
-
-    def __init__(self, units: Units) -> None:
-        self._units = units
-        self._ready: dict[Bucket, set[int]] = {}  # of a micro-batch that is not the last
-        self._summed: dict[Bucket, set[int]] = {}  # ids of parameters that have a sum in the slice
-        self._divisors: dict[Bucket, SupportsInt] = {}
-
-    def connect(self, layouts: Any) -> None:
-        self._units.layouts = lambda: layouts.current
-
-    def begin(self, layout: Layout, share: Share) -> Share:
-        for bucket in layout.buckets:
-            self._units.flat_of(bucket)
-        for slot in layout.slots:
-            if (gradient := slot.parameter.grad) is not None and is_absent(gradient):
-                raise RuntimeError(
-                    f"{slot.name} has the gradient of the last step, which is in slices, so that nothing can be added "
-                    "to it: call zero_grad() before each backward, and put all but the last of a step into no_sync()"
-                )
-        self._ready.clear()
-        return share
-
-    def has_gradient(self, parameter: Tensor) -> bool:
-        return parameter.grad is not None
-
-    def fill(self, bucket: Bucket) -> list[Slot]:
-        like = bucket.slots[0].parameter
-        bucket.borrow(torch.empty(bucket.numel, dtype=like.dtype, device=like.device))
-        empty = bucket.copy_in()
-        for slot in bucket.slots:
-            slot.parameter.grad = None
-        self._units.release_of(bucket)  # now, because reductions in the background end at other times on other ranks
-        summed = self._summed.get(bucket, set())
-        return [slot for slot in empty if id(slot.parameter) not in summed]
-
-    def divisor(self, bucket: Bucket, divide_by: SupportsInt) -> SupportsInt:
-        self._units.note(Event("reduce", bucket.index))
-        if bucket not in self._summed:
-            return divide_by
-        self._divisors[bucket] = divide_by
-        return 1
-
-    def complete(self, bucket: Bucket) -> None:
-        self._take(bucket)
-        if (divide_by := self._divisors.pop(bucket, None)) is not None:
-            divided_(bucket.gradients, int(divide_by))
-        self._summed.pop(bucket, None)
-        for slot in bucket.slots:
-            slot.parameter.grad = absent(slot.parameter)
-
-    def _take(self, bucket: Bucket) -> None:
-        """Adds this rank's slice of a bucket to the sum, and frees the rest."""
-        flat = self._units.flat_of(bucket)
-        mine = bucket.flat[flat.start : flat.stop]
-        if bucket in self._summed:
-            flat.gradient.add_(mine)
-        else:
-            flat.gradient.copy_(mine)
-        bucket.give_back(flat.gradient)
-
-    def write_parts(self, layout: Layout) -> None:
-        self._units.end()
-
-    def note_early(self, parameter: Tensor) -> None:
-        if self._units.is_dissolved:  # the gradient is of another replica, or of the module alone
-            return
-        layout = self._units.layouts()
-        if (index := layout.index_of.get(id(parameter))) is None:
-            return
-        bucket = layout.buckets[index]
-        ready = self._ready.setdefault(bucket, set())
-        ready.add(id(parameter))
-        if ready >= bucket.ids:
-            self.reduce_early(index)
-
-    @torch.no_grad()
-    def reduce_early(self, index: int) -> None:
-        """Adds the gradients of a bucket in a micro-batch that is not the last to those before. Collective."""
-        bucket = self._units.layouts().buckets[index]
-        ready = self._ready.pop(bucket, set())
-        self._units.flat_of(bucket)
-        self.fill(bucket)
-        self._units.note(Event("reduce", index))
-        self._units.collective.reduce(bucket, divide_by=1, async_op=False, label=f"a micro-batch, {bucket.label}")
-        self._take(bucket)
-        self._summed.setdefault(bucket, set()).update(ready)

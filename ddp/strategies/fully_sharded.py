@@ -28,7 +28,8 @@ from ddp.comm.communicator import Communicator
 from ddp.errors import ConfigError
 from ddp.gradients.layout import Layout
 from ddp.gradients.reducer import ReduceScatter, UnitReduceScatter
-from ddp.replica.units import Flat, Units, is_absent
+from ddp.replica.flat import Flat, is_absent
+from ddp.replica.units import Units
 from ddp.strategies.sharded import Part, Sharded, Slices, parts_in, share_of
 from ddp.strategies.strategy import Replicated
 

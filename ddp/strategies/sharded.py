@@ -40,7 +40,7 @@ from ddp.optim.trust_ratio import LAMB, LARC, LARS
 from ddp.process import gpu
 from ddp.process.terminal import log
 from ddp.replica.bucketed import BucketedDataParallel
-from ddp.replica.units import Flat
+from ddp.replica.flat import Flat
 from ddp.setting import StrategyName
 from ddp.strategies.strategy import Replicated
 from ddp.units import counted

@@ -29,7 +29,7 @@ class Mutant(NamedTuple):
 LIKE_TORCH, JOIN_AND_HOOKS, DIRECTLY = "test_like_torch", "test_join_and_hooks", "test_direct"
 BACKWARD, FINALIZER = "replica.backward", "replica.step_finalizer.StepFinalizer"
 DIRECT = "replica.direct"
-UNITS, FLAT, IN_SLICES = (f"replica.units.{name}" for name in ("Units", "Flat", "InSlices"))
+UNITS, FLAT, IN_SLICES = "replica.units.Units", "replica.flat.Flat", "replica.in_slices.InSlices"
 FULLY = "strategies.fully_sharded.FullySharded"
 IN_UNITS = "test_units"
 DROP_IN = "replica.drop_in.data_parallel.DistributedDataParallel"
@@ -238,19 +238,19 @@ MUTANTS = {
         f"{UNITS}._use", "self._release(other)", "pass", IN_UNITS, "memory"
     ),
     "what autograd saves of a unit stays in memory": Mutant(
-        f"{UNITS}._pack", "if found is None or", "if True or", IN_UNITS, "memory"
+        "replica.units.SavedPlaces._pack", "if found is None or", "if True or", IN_UNITS, "memory"
     ),
     "the place of what is saved is forgotten": Mutant(
-        f"{UNITS}._unpack", "saved.stride, saved.offset", "saved.stride, 0", IN_UNITS, "programs"
+        "replica.units.SavedPlaces._unpack", "saved.stride, saved.offset", "saved.stride, 0", IN_UNITS, "programs"
     ),
     "a unit is not gathered in backward": Mutant(
-        f"{UNITS}._unpack", "self.use(saved.unit)", "pass", IN_UNITS, "programs"
+        "replica.units.SavedPlaces._unpack", "self._units.use(saved.unit)", "pass", IN_UNITS, "programs"
     ),
     "a unit is released in the middle of its forward": Mutant(
         f"{UNITS}._use", "and not each.num_running", "", IN_UNITS, "programs"
     ),
     "hooks of the program see nothing": Mutant(
-        f"{UNITS}._pack", "if outer is None else outer(tensor)", "", IN_UNITS, "programs"
+        "replica.units.SavedPlaces._pack", "if outer is None else outer(tensor)", "", IN_UNITS, "programs"
     ),
     "an update is not gathered": Mutant(f"{FULLY}._step", "self.units.release()", "pass", IN_UNITS, "programs"),
     "a gradient that is NaN counts as the program's": Mutant(
@@ -273,6 +273,9 @@ MUTANTS = {
     ),
     "gradients of micro-batches are added twice": Mutant(
         f"{IN_SLICES}.fill", "slot.parameter.grad = None", "pass", IN_UNITS, "micro_batches"
+    ),
+    "what the program has dropped is in the sum": Mutant(
+        f"{IN_SLICES}._drop", "del self._summed[bucket]", "pass", IN_UNITS, "micro_batches"
     ),
     "a released parameter stays readable": Mutant(
         f"{FLAT}.release", "slot.parameter.data = absent(slot.parameter)", "pass", IN_UNITS, "released"

@@ -3,7 +3,7 @@
 A program trains twice with two ranks: fully sharded, and with `Sharded`, whose parameters are whole. Both have the same
 bits, whatever the program does around forward and backward.
 
-Tests: ddp/replica/units.py.
+Tests: ddp/replica/units.py, ddp/replica/flat.py, ddp/replica/common_order.py, ddp/replica/in_slices.py.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ import ddp
 from ddp.errors import ConfigError
 from ddp.gradients.bucket import Bucket, Slot
 from ddp.gradients.reducer import slice_bounds
-from ddp.replica.units import absent, dissolve_units, form_of, is_absent, unit_modules
+from ddp.replica.flat import absent, is_absent
+from ddp.replica.units import dissolve_units, form_of, unit_modules
 from ddp.strategies import Sharded, step
 from ddp.strategies.fully_sharded import FullySharded
 
@@ -400,13 +401,27 @@ def programs(comm: ddp.Communicator) -> None:
 def micro_batches(comm: ddp.Communicator) -> None:
     """Each is summed by itself, so the order of additions differs, and nothing else."""
 
-    def program(strategy: Strategy, inputs: Tensor, classes: Tensor, number: int) -> None:
+    def one_by_one(strategy: Strategy, inputs: Tensor, classes: Tensor, number: int) -> None:
         with strategy.model.no_sync():
             for first in range(2):
                 loss_of(strategy, inputs[first::3], classes[first::3]).backward()
         loss_of(strategy, inputs[2::3], classes[2::3]).backward()
 
-    for net in (Net, Twice, Checkpointed, PartlyFrozen):
+    def dropped(strategy: Strategy, inputs: Tensor, classes: Tensor, number: int) -> None:
+        with strategy.model.no_sync():
+            loss_of(strategy, inputs, classes).backward()
+        strategy.optimizer.zero_grad()
+        one_by_one(strategy, inputs, classes, number)
+
+    def all_forwards_first(strategy: Strategy, inputs: Tensor, classes: Tensor, number: int) -> None:
+        with strategy.model.no_sync():
+            losses = [loss_of(strategy, inputs[first::3], classes[first::3]) for first in range(2)]
+            for loss in losses:
+                loss.backward()
+        loss_of(strategy, inputs[2::3], classes[2::3]).backward()
+
+    nets = (Net, Twice, Checkpointed, PartlyFrozen)
+    for net, program in (*((net, one_by_one) for net in nets), (Net, dropped), (Net, all_forwards_first)):
         kept = torch.get_default_dtype()
         torch.set_default_dtype(torch.float64)
         found = [trained(kind, net, program) for kind in (Sharded, FullySharded)]

@@ -161,7 +161,8 @@ SUBJECTS = {  # chapter → the functions that it is about
     "22_pipelines": ["collectives/pipelines.py: gpipe, one_forward_one_backward"],
     "23_slices_of_a_layer": ["comm/verbs.py: all_reduce_in_graph"],
     "24_a_model_in_shares": [
-        "replica/units.py: Flat.gather, Flat._taken, Flat.release, Units.use, Units._use",
+        "replica/flat.py: Flat.gather, Flat._taken, Flat.release",
+        "replica/units.py: Units.use, Units._use",
         "gradients/reducer.py: slice_bounds",
     ],
 }
