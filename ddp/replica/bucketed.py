@@ -23,8 +23,7 @@ parameters were added, or frozen or converted in a wrong way, it raises `ConfigE
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
@@ -39,8 +38,8 @@ from ddp.errors import ConfigError
 from ddp.gradients.bucket import Bucket
 from ddp.gradients.compression import Compression
 from ddp.gradients.hook import Hook
-from ddp.gradients.layout import BySize, Layout, bucket_limits
-from ddp.gradients.reducer import AllReduce, Collective, Reducer, UnitReduceScatter
+from ddp.gradients.layout import BySize, Grouping, Layout, bucket_limits
+from ddp.gradients.reducer import AllReduce, Collective, Reducer
 from ddp.gradients.totals import Totals
 from ddp.replica.autograd import (
     accumulates,
@@ -54,12 +53,11 @@ from ddp.replica.backward import Accumulation, Backward, BucketReduction, Observ
 from ddp.replica.broadcast import BufferSync, broadcast_state, check_trainable, sending
 from ddp.replica.by_shards import ByShards, check_shards
 from ddp.replica.direct import is_compiler_used, mode_for
-from ddp.replica.in_slices import InSlices
 from ddp.replica.parameters import Change, Layouts, ParameterWatch, check_wire, managed, sparse_weights
-from ddp.replica.replica import PREFIX, Replica
+from ddp.replica.replica import Replica
 from ddp.replica.step_finalizer import Share, Usage
 from ddp.replica.sync_batchnorm import waits
-from ddp.replica.units import Units, dissolve_units
+from ddp.replica.units import dissolve_units
 from ddp.setting import WireName
 
 
@@ -78,9 +76,7 @@ class BucketedDataParallel(Replica):
         num_shards: gradients are added up by this number of shards of the batch, each in its own block (`shard`). Then
             the result has the same bits at any world size.
         reducer: averages a bucket, unless a hook does: an all-reduce gives each rank the mean of all of it; a strategy
-            may need only a slice (`ddp.strategies.Sharded.reducer`). With `UnitReduceScatter`, parameters are cut,
-            too (`units.py`).
-        units: the units of these slices: a pattern of names of modules; None: the elements of outermost containers.
+            may need only a slice (`ddp.strategies.Sharded.reducer`).
         find_unused_parameters: parameters may go without a gradient; each backward finds those that it will reach.
         direct_gradients: compute gradients of large weights in their buckets (`direct.py`); by default, on CPUs.
         broadcast_buffers: before each forward in training mode, buffers become rank 0's. With shards, they become the
@@ -99,6 +95,7 @@ class BucketedDataParallel(Replica):
     gradient_as_bucket_view = False  # gradients that a program keeps belong to it (`gradients/bucket.py`, note "kept")
     collective: Collective
     waiting: Layout | None = None
+    may_be_meta = False  # parameters may be on the meta device, on other ranks than 0
     _is_released = False
 
     def __init__(
@@ -112,7 +109,6 @@ class BucketedDataParallel(Replica):
         hook: Hook | None = None,
         num_shards: int | None = None,
         reducer: type[Collective] = AllReduce,
-        units: str | None = None,
         find_unused_parameters: bool = False,
         direct_gradients: bool | None = None,
         broadcast_buffers: bool = True,
@@ -122,14 +118,10 @@ class BucketedDataParallel(Replica):
         if not (isinstance(reducer, type) and issubclass(reducer, Collective)):
             raise ConfigError(f"reducer={reducer!r:.60}: give a class of ddp.gradients.reducer, such as ReduceScatter")
         dissolve_units(module)
-        check_trainable(list(module.named_parameters()), may_be_meta=issubclass(reducer, UnitReduceScatter))
+        check_trainable(list(module.named_parameters()), may_be_meta=self.may_be_meta)
         check_wire(module.named_parameters(), wire, hook)
         collective, how = reducer(comm, wire, num_shards), sending(wire, hook, num_shards)
-        if isinstance(collective, UnitReduceScatter):
-            named = managed(module, inner=Replica)
-            self.units = Units(comm, module, named, collective, pattern=units, sending=how)
-        else:
-            broadcast_state(comm, [*module.named_parameters(), *module.named_buffers()], sending=how)
+        self._take_weights(comm, module, collective, how)
         broadcasts = broadcast_buffers and num_shards is None
         super().__init__(module, comm, BufferSync(comm, module, "broadcast" if broadcasts else "none"))
         usage = Usage(comm, finds_unused=find_unused_parameters)
@@ -141,12 +133,22 @@ class BucketedDataParallel(Replica):
             self.register_forward_pre_hook(by_shards.before_forward)
         self._limits = bucket_limits(bucket_cap_mb, first_bucket_mb=first_bucket_mb)
         self._overlap, self.wire = overlap, wire
-        if self.units is not None and num_shards is None:
-            self.accumulation = InSlices(self.units)
-        self.direct_gradients = direct_gradients if num_shards is None and self.units is None else False
+        self.direct_gradients = direct_gradients if num_shards is None else False
         self.compression = None if hook is None else Compression(hook, comm, self._replicated_parameters())
         self._start(usage, Stepper(), collective)
         self.gradient_as_bucket_view |= self.collective.is_sliced
+
+    def _take_weights(self, comm: Communicator, module: nn.Module, collective: Collective, how: str) -> None:
+        """Makes parameters and buffers rank 0's. Collective.
+
+        Args:
+            how: gradients are sent, for all ranks to compare.
+        """
+        broadcast_state(comm, [*module.named_parameters(), *module.named_buffers()], sending=how)
+
+    def _grouping(self) -> Grouping:
+        """Returns what chooses which gradients share a bucket."""
+        return BySize(self._limits)
 
     def _start(self, usage: Usage, stepper: Stepper, collective: Collective | None = None) -> None:
         """Plans the first layout, and registers the observers by which autograd reports each gradient."""
@@ -158,7 +160,7 @@ class BucketedDataParallel(Replica):
         self._watch = ParameterWatch(self.module)
         self._has_layout = True
         given = self._replicated_parameters(), self._reducer
-        grouping = self.units or BySize(self._limits)
+        grouping = self._grouping()
         self._layouts = Layouts(self.comm, self._watch, *given, grouping=grouping, num_shards=self.num_shards)
         self._direct = mode_for(self.place_of, self.module, self._layouts.current, is_on=self.direct_gradients)
         self.accumulation.connect(self._layouts)
@@ -182,9 +184,6 @@ class BucketedDataParallel(Replica):
             ReplicaMismatch: parameters were frozen or converted on some ranks only.
         """
         self._raise_known()
-        if self.units is not None:
-            self.units.check()
-            self.units.release()  # released parameters look alike at each check
         if self._is_released:
             self._observers.renew()
             self._is_released = False
@@ -219,8 +218,6 @@ class BucketedDataParallel(Replica):
 
     def release(self) -> None:
         super().release()
-        if self.units is not None:
-            self.units.dissolve(alone=True)
         self._observers.remove()
         self.backward.early.clear()
         self._is_released = True
@@ -239,15 +236,8 @@ class BucketedDataParallel(Replica):
         return self.waiting is not None or self.backward.is_running
 
     def _around_forward(self) -> AbstractContextManager[Any] | None:
-        if self.units is not None:
-            return self.units.forward(is_training=self.training, is_last=self.require_backward_grad_sync)
         is_direct = self._direct is not None and torch.is_grad_enabled() and not is_compiler_used()
         return self._direct if is_direct else None
-
-    def _around_repeated(self) -> AbstractContextManager[Any] | None:
-        if self.units is None or torch._C._are_functorch_transforms_active():
-            return None
-        return self.units.places.saving()
 
     def _watch_outputs(self, outputs: Any) -> None:
         if self._watch.has_frozen:
@@ -308,32 +298,7 @@ class BucketedDataParallel(Replica):
         self.backward.begin(layout, self.num_steps + 1, share)
 
     def _begin_without_samples(self) -> None:
-        if self.units is None:
-            self._begin_step(self._layouts.current, has_samples=False)
-            return
-        self.units.follow_forward(is_training=True, records=True)
         self._begin_step(self._layouts.current, has_samples=False)
-        self.units.follow_backward(lambda _: self.backward.launch_next(), is_last=True)
-
-    def most_micros(self, mine: int) -> int:
-        most = torch.tensor(max(1, mine), device=self.comm.device)
-        if self.units is not None:
-            self.comm.all_reduce(most, "max", label="micro-batches of this step")
-        return int(most)
-
-    def _follow_micro_batch(self) -> None:
-        if self.units is not None and isinstance(self.accumulation, InSlices):
-            if self.require_forward_param_sync and self._buffer_sync.is_active:
-                self.prepare()
-                self._buffer_sync.before_forward(self.inputs.root)
-                self._buffer_sync.after_forward()
-            self.require_forward_param_sync = False
-            self.units.follow_forward(is_training=True, records=True)
-            self.units.follow_backward(self.accumulation.reduce_early, is_last=False)
-
-    def follow_evaluation(self) -> None:
-        if self.units is not None:
-            self.units.follow_forward(is_training=self.training, records=torch.is_grad_enabled())
 
     def on_other_gradient(self, parameter: Tensor) -> None:
         """Handles a gradient that no bucket is waiting for."""
@@ -412,32 +377,6 @@ class BucketedDataParallel(Replica):
         finally:
             self.backward, self.accumulation = running, accumulation
 
-    # --- parameters in slices (`units.py`) --------------------------------------------------------------------------
-
-    def whole(self) -> AbstractContextManager[None]:
-        return super().whole() if self.units is None else self.units.whole()
-
-    def load_weights(self, state: Mapping[str, Any]) -> None:
-        if self.units is None:
-            super().load_weights(state)
-        else:
-            self.units.load(state)
-
-    def state_dict(self, *args: Any, **how: Any) -> Any:
-        """Returns the whole state; collective if parameters are in slices, and on the CPU then."""
-        if self.units is None:
-            return super().state_dict(*args, **how)
-        prefix = f"{how.get('prefix', '')}{PREFIX}"
-        found = how.get("destination")
-        found = OrderedDict() if found is None else found
-        found.update({prefix + name: value for name, value in self.units.state(keep=True).items()})
-        return found
-
-    def load_state_dict(self, *args: Any, **how: Any) -> Any:
-        """Loads a state; collective if parameters are in slices."""
-        with self.whole():
-            return super().load_state_dict(*args, **how)
-
     # --- which gradients live where ----------------------------------------------------------------------------------
 
     def _choose_layout(self) -> None:
@@ -463,14 +402,9 @@ class BucketedDataParallel(Replica):
         """The buckets of the next step, in the order of reduction."""
         return self._layouts.current.buckets
 
-    def in_words(self) -> list[str]:
-        return [] if self.units is None else [self.units.in_words()]
-
     @property
     def measures_parts(self) -> bool:
         # read before the forward, which would be the first to see that a sparse layer was unfrozen
-        if self._layouts.current.lends:  # the gradients of micro-batches are not kept
-            return False
         return self.compression is None and not any(weight.requires_grad for weight in sparse_weights(self.module))
 
     @property

@@ -192,7 +192,8 @@ def wrapped(
         how: further arguments of the replica.
     """
     averaging = of_this_process(averaging)
-    replica = BucketedDataParallel(
+    own = {} if averaging.strategy != "fully_sharded" else {"units": averaging.units}
+    replica = STRATEGIES[averaging.strategy].replica_of(
         module,
         comm=comm,
         wire=averaging.wire,
@@ -202,8 +203,7 @@ def wrapped(
         find_unused_parameters=averaging.find_unused_parameters,
         direct_gradients=averaging.direct_gradients,
         num_shards=num_shards,
-        reducer=STRATEGIES[averaging.strategy].reducer,
-        units=averaging.units,
+        **own,
         **how,
     )
     replica.verify_replicas(every=averaging.verify_every)

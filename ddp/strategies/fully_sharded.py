@@ -22,13 +22,14 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ddp.comm.communicator import Communicator
 from ddp.errors import ConfigError
 from ddp.gradients.layout import Layout
 from ddp.gradients.reducer import ReduceScatter, UnitReduceScatter
 from ddp.replica.flat import Flat, is_absent
+from ddp.replica.fully_sharded import FullyShardedDataParallel
 from ddp.replica.units import Units
 from ddp.strategies.sharded import Part, Sharded, Slices, parts_in, share_of
 from ddp.strategies.strategy import Replicated
@@ -47,6 +48,10 @@ class FullySharded(Sharded):
     word = "fully_sharded"
     reducer = UnitReduceScatter
     unties = False  # weights that units share are in the root unit
+
+    @classmethod
+    def replica_of(cls, module: nn.Module, **how: Any) -> FullyShardedDataParallel:
+        return FullyShardedDataParallel(module, **how)
 
     @property
     def units(self) -> Units:

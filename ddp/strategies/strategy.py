@@ -178,7 +178,7 @@ class Replicated:
         refuse(Setup(strategy=self.word, precision=precision))
         if isinstance(model, Replica) and not self.takes(model):
             raise ConfigError(f"{name} with a model in a {type(model).__name__}: give the bare module")
-        self.model = model if isinstance(model, Replica) else BucketedDataParallel(model, reducer=self.reducer)
+        self.model = model if isinstance(model, Replica) else self.replica_of(model)
         if self.unties:
             check_untied(self.model.module, name, instead="Replicated (strategy='auto')")
         self.optimizer, self._clip_norm = optimizer, clip_norm
@@ -187,6 +187,15 @@ class Replicated:
             check_untied(self.model.module, "precision='bf16_pure'", instead="precision='bf16'")
         narrow = narrowed(self.model.module) if precision == "bf16_pure" else ()
         self.masters = MasterWeights(self.model.module, narrow, watched=watched)
+
+    @classmethod
+    def replica_of(cls, module: nn.Module, **how: Any) -> BucketedDataParallel:
+        """Returns a replica of a module for this strategy. Collective.
+
+        Args:
+            how: further arguments of the replica.
+        """
+        return BucketedDataParallel(module, reducer=cls.reducer, **how)
 
     @classmethod
     def takes(cls, replica: Replica) -> bool:

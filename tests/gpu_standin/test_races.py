@@ -19,7 +19,7 @@ from ddp.data.loading.loader import TrainLoader
 from ddp.data.orders.sampler import TrainSampler
 from ddp.gradients.hook import ErrorFeedback
 from ddp.gradients.hooks import PowerSGD, RandomK, Sign, TopK
-from ddp.gradients.reducer import ReduceScatter, UnitReduceScatter
+from ddp.gradients.reducer import ReduceScatter
 from ddp.gradients.totals import Totals
 
 NUM_STEPS = 2
@@ -241,7 +241,7 @@ def sharded(comm: Communicator) -> None:
 
 
 def fully_sharded(comm: Communicator) -> None:
-    fit(ddp.BucketedDataParallel(net(comm), reducer=UnitReduceScatter, **SMALL), comm)
+    fit(FullyShardedDataParallel(net(comm)), comm)
 
 
 CASES: list[Callable[[Communicator], None]] = [

@@ -15,7 +15,7 @@ from torch import nn
 import ddp
 from ddp.comm import connect
 from ddp.errors import ConfigError
-from ddp.gradients.reducer import HostReduceScatter, ReduceScatter, UnitReduceScatter
+from ddp.gradients.reducer import HostReduceScatter, ReduceScatter
 from ddp.policies import averaging_named
 from ddp.run.assembly import components, stages
 from ddp.run.settings.checks import check_strategy
@@ -195,7 +195,7 @@ def test_a_name_of_another_library_is_told_the_word() -> None:
 
 in_slices = partial(ddp.BucketedDataParallel, reducer=ReduceScatter)
 on_hosts = partial(ddp.BucketedDataParallel, reducer=HostReduceScatter)
-in_units = partial(ddp.BucketedDataParallel, reducer=UnitReduceScatter)
+in_units = FullyShardedDataParallel
 
 
 def on_two_hosts() -> list[str]:
