@@ -59,6 +59,7 @@ The words of this package, one meaning each:
     node                a run of shards whose sum is a part of the tree over all of them
     order               which sample an epoch has at which position
     micro-batch         the samples of one forward and backward on one rank
+    stage               a run of layers on one rank of a pipeline, or several; bubble: the time in which stages idle
     step                one optimizer step; epoch: one pass over the training samples
     learning-rate schedule    a factor on the learning rate, by samples
     noise scale         the batch up to which more samples a step pay, measured from the noise of gradients
@@ -109,6 +110,7 @@ if TYPE_CHECKING:
     from ddp.replica.sync_batchnorm import SyncBatchNorm as SyncBatchNorm
     from ddp.run.assembly.load import load as load
     from ddp.run.launch.from_python import launch as launch
+    from ddp.strategies.pipeline import Pipeline as Pipeline
     from ddp.train.evaluate import evaluate as evaluate
     from ddp.train.evaluate import predict as predict
     from ddp.train.fit import fit as fit
@@ -145,6 +147,7 @@ _NAMES = {  # module → what a user finds in ddp
     "ddp.replica.sync_batchnorm": "SyncBatchNorm",
     "ddp.run.assembly.load": "load",
     "ddp.run.launch.from_python": "launch",
+    "ddp.strategies.pipeline": "Pipeline",
     "ddp.train.evaluate": "evaluate predict",
     "ddp.train.fit": "fit",
     "ddp.train.reports.profiler": "Profiler",

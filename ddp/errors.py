@@ -102,7 +102,7 @@ CALLED_ELSEWHERE = {  # our word, or a sentence → other libraries' words for i
         "ddpfindunusedparameterstrue"
     ),
     "TPUs are not supported": "tpu xla",
-    "Pipelines and tensor parallelism are not supported": (
+    "Pipelines are for a loop of your own, by ddp.Pipeline; slices of layers are made by hand": (
         "pipeline pipelineparallel gpipe tensorparallel modelparallel megatron"
     ),
     "It is not supported: train in float64 from Python, by ddp.fit(model.double(), …)": "fp64 float64 double 64 64true",

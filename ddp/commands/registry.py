@@ -22,7 +22,7 @@ from ddp.units import parse_delay, parse_rate
 
 COMMANDS = {
     "train": ("commands.train.main", "trains a model on this host's workers; its --help lists all settings"),
-    "draw": ("commands.schedules.draw_main", "draws a schedule's rounds"),
+    "draw": ("commands.schedules.draw_main", "draws a schedule's rounds, or a pipeline's"),
     "draw step": ("lab.timeline.main", "draws where the time of a step of a run went, on each rank"),
     "draw overlap": ("lab.draw_overlap.main", "draws how much of the reductions backward hides on this machine"),
     "scale": ("lab.scaling.scale.main", "measures, within seconds, the speed-up of your run with more workers"),
@@ -53,6 +53,7 @@ examples:
   python -m ddp search model.width=16,32 'optim.lr=interval(1e-3,1e-2)' --trials 20
   python -m ddp scale model=gpt data=standard_library                  your run on 1, 2, 4 … workers, in seconds
   python -m ddp draw ring 4                                            as text; with --svg ring.svg as a picture
+  python -m ddp draw 1f1b 4 --micro 8                                  a pipeline of 4 stages, and its bubble
   python -m ddp draw overlap --workers 2                               the timeline of a step; with --svg, too
   python -m ddp draw step runs/mine                                    a step of a run that had profile.steps=5
   python -m ddp check hierarchical 6 --hosts 3,3                       ranks 0 to 2 on one host, 3 to 5 on another

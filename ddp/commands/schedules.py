@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
 
+import ddp.collectives.pipelines as pipelines
 from ddp.collectives.catalog import (
     BETWEEN_HOSTS,
     OVER_SHARDS,
@@ -19,6 +20,7 @@ from ddp.collectives.catalog import (
 )
 from ddp.collectives.cost import Link, Network, about_messages, bus_bandwidth, equal_hosts
 from ddp.collectives.picture import svg
+from ddp.collectives.pipelines import ALIASES, PIPELINES, Costs, Timeline
 from ddp.collectives.schedule import draw
 from ddp.collectives.simulate import simulate, whole_chunks
 from ddp.commands.registry import parser_of, rate_of, respond, time_of
@@ -28,8 +30,9 @@ from ddp.run.settings.address import from_address, is_address
 from ddp.units import counted, format_bandwidth, format_size, format_time, parse_size
 
 RANKS_FOLLOWED = whole(1, 10_000, "some schedules take half a minute with 10,000 ranks")  # proven, or simulated
+MICRO_BATCHES = 8
 MOST_PARTS_PROVEN = 2 * 512 * 512  # chunks or messages of all ranks together: a ring of 512 takes some seconds
-NAMES = [*SCHEDULES, "two_dimensional", *BETWEEN_HOSTS, *OVER_SHARDS]
+NAMES = [*SCHEDULES, "two_dimensional", *BETWEEN_HOSTS, *OVER_SHARDS, *PIPELINES, *ALIASES]
 
 # --- the schedule that the words name, and the hosts of its ranks ----------------------------------------------------
 
@@ -37,7 +40,7 @@ NAMES = [*SCHEDULES, "two_dimensional", *BETWEEN_HOSTS, *OVER_SHARDS]
 def add_schedule(parser: argparse.ArgumentParser, num_ranks: Callable[[str], int]) -> None:
     """Adds the arguments that name a schedule; `num_ranks` is the type of the number of ranks."""
     parser.add_argument("schedule", help=f"one of {', '.join(NAMES)}; or MODULE:NAME, a generator of your own")
-    parser.add_argument("num_ranks", type=num_ranks, help="from 1 up")
+    parser.add_argument("num_ranks", type=num_ranks, help="from 1 up; of a pipeline, the number of stages")
     parser.add_argument(
         "--hosts", metavar="N,N,…", help="how many ranks each host has, e.g. 2,2 (one host unless given)"
     )
@@ -48,6 +51,13 @@ def add_schedule(parser: argparse.ArgumentParser, num_ranks: Callable[[str], int
         metavar="V",
         help=f"how many shards the batch has, for {', '.join(OVER_SHARDS)} (default: %(default)s)",
     )
+    parser.add_argument(
+        "--micro",
+        type=whole(1, 10_000, "a proof follows each of them"),
+        metavar="M",
+        help=f"how many micro-batches a batch has, for {', '.join(PIPELINES)} (default: {MICRO_BATCHES}); "
+        "with MODULE:NAME it says that this is a pipeline",
+    )
 
 
 def chosen_schedule(options: argparse.Namespace, *, per_host: int | None = None) -> tuple[Schedule, Hosts]:
@@ -57,6 +67,9 @@ def chosen_schedule(options: argparse.Namespace, *, per_host: int | None = None)
         per_host: ranks on each host unless --hosts says it; None: all ranks on one host.
     """
     name, num_ranks = options.schedule, options.num_ranks
+    if options.micro is not None:
+        remedy = f"leave it out, or take {' or '.join(PIPELINES)}"
+        raise ValueError(f"--micro {options.micro}: {name} is no pipeline; {remedy}")
     hosts = hosts_of_sizes(options.hosts, num_ranks) if options.hosts else equal_hosts(num_ranks, per_host or num_ranks)
     if is_address(name):
         schedule = own_all_reduce(from_address(name, key="schedule", folder=Path.cwd()))
@@ -115,6 +128,8 @@ def draw_main(words: Sequence[str]) -> int:
 
 def run_draw(options: argparse.Namespace) -> str:
     """Returns the text that the command prints."""
+    if (pipeline := chosen_pipeline(options)) is not None:
+        return draw_pipeline(options, *pipeline)
     schedule, hosts = chosen_schedule(options)
     if options.svg is None:
         return draw(schedule.algorithm, options.num_ranks)
@@ -156,6 +171,8 @@ def check_main(words: Sequence[str]) -> int:
 
 def run_check(options: argparse.Namespace) -> str:
     """Returns the text that the command prints."""
+    if (pipeline := chosen_pipeline(options)) is not None:
+        return check_pipeline(options, *pipeline)
     schedule, _ = chosen_schedule(options)
     if (parts := num_parts(schedule, options.num_ranks)) > MOST_PARTS_PROVEN:
         raise ValueError(
@@ -188,12 +205,14 @@ def simulate_main(words: Sequence[str]) -> int:
     add_schedule(parser, RANKS_FOLLOWED)
     parser.add_argument("--per-host", type=whole(1), metavar="N", help="ranks on each host (default: 1)")
     for option, read, usual, meaning in (
-        ("--bytes", checked(parse_size), "25MB", "size of the buffer"),
+        ("--bytes", checked(parse_size), "25MB", "size of the buffer; of a pipeline, of a micro-batch's activation"),
         ("--alpha", time_of, "20us", "latency between hosts"),
         ("--rate", rate_of, "10gbit", "bandwidth between hosts, in bits/s"),
         ("--inside-alpha", time_of, "2us", "latency inside a host"),
         ("--inside-rate", rate_of, "100gbit", "bandwidth inside a host"),
         ("--add-gb-s", positive, "10", "additions per rank, GB/s"),
+        ("--forward", time_of, "10ms", "of a pipeline: a micro-batch's forward through a stage"),
+        ("--backward", time_of, "20ms", "of a pipeline: its backward"),
     ):
         parser.add_argument(option, type=read, default=usual, help=f"{meaning} (default: %(default)s)")
     return respond(parser, parser.parse_args(words), run_simulate)
@@ -204,6 +223,8 @@ def run_simulate(options: argparse.Namespace) -> str:
     per_host = 1 if options.per_host is None else options.per_host
     if options.per_host is not None and options.hosts:
         raise ValueError("--hosts and --per-host both say who shares a host: leave one out")
+    if (pipeline := chosen_pipeline(options)) is not None:
+        return simulate_pipeline(options, *pipeline)
     schedule, hosts = chosen_schedule(options, per_host=per_host)
     network = Network(
         hosts=hosts,
@@ -225,3 +246,65 @@ def run_simulate(options: argparse.Namespace) -> str:
         f"by the busiest host {left:,}\n"
         f"  bus bandwidth {format_bandwidth(busbw)} GB/s"
     )
+
+
+# --- the same of a pipeline ------------------------------------------------------------------------------------------
+
+MOST_COMPUTED = 50_000  # forwards of all stages together: some seconds
+MOST_PICTURED = 2048
+
+
+def chosen_pipeline(options: argparse.Namespace) -> tuple[pipelines.Algorithm, Timeline] | None:
+    """Returns the pipeline that the options name, and its proof; None if they name a collective."""
+    name = ALIASES.get(options.schedule, options.schedule)
+    if name not in PIPELINES and (options.micro is None or not is_address(name)):
+        return None
+    options.micro = options.micro or MICRO_BATCHES
+    if options.hosts:
+        raise ValueError(f"--hosts {options.hosts}: a pipeline has one stage per rank, wherever that is; leave it out")
+    if options.num_ranks * options.micro > MOST_COMPUTED:
+        raise ValueError(
+            f"{options.num_ranks:,} stages and {options.micro:,} micro-batches: a proof follows each micro-batch "
+            f"through each stage; take at most {MOST_COMPUTED:,} of them together"
+        )
+    algorithm = PIPELINES[name] if name in PIPELINES else from_address(name, key="schedule", folder=Path.cwd())
+    return algorithm, pipelines.check(algorithm, options.num_ranks, options.micro)
+
+
+def titled(options: argparse.Namespace) -> str:
+    """Returns the name of a pipeline, with its stages and micro-batches."""
+    micro_batches = "1 micro-batch" if options.micro == 1 else f"{options.micro:,} micro-batches"
+    return f"{options.schedule}, {counted(options.num_ranks, 'stage')}, {micro_batches}"
+
+
+def draw_pipeline(options: argparse.Namespace, algorithm: pipelines.Algorithm, _: Timeline) -> str:
+    """Returns the drawing, or writes the picture and returns its name."""
+    size, title = (options.num_ranks, options.micro), titled(options)
+    if options.svg is None:
+        return pipelines.draw(algorithm, *size)
+    if options.num_ranks * options.micro > MOST_PICTURED:
+        raise ValueError(
+            f"--svg with {title}: take at most {MOST_PICTURED:,} micro-batches of all stages together, because a "
+            "browser opens no larger picture"
+        )
+    write_picture(options.svg, pipelines.svg(algorithm, *size, title=title))
+    return f"{options.svg}: {title}"
+
+
+def check_pipeline(options: argparse.Namespace, _: pipelines.Algorithm, proof: Timeline) -> str:
+    """Returns what is proven of a pipeline."""
+    return "\n  ".join(
+        [
+            f"{titled(options)}: proven (each micro-batch passes each stage once forward and once backward)",
+            f"no deadlock, even if a send waits for its receive; {counted(proof.num_messages, 'message')}",
+            *pipelines.summary(proof),
+        ]
+    )
+
+
+def simulate_pipeline(options: argparse.Namespace, algorithm: pipelines.Algorithm, _: Timeline) -> str:
+    """Returns when a pipeline's step would end."""
+    costs = Costs(options.forward, options.backward, options.alpha + options.bytes * 8 / options.rate)
+    run = pipelines.simulate(algorithm, options.num_ranks, options.micro, costs)
+    sizes = f"activations of {format_size(options.bytes)}"
+    return "\n  ".join([f"{titled(options)}, {sizes}: {format_time(run.makespan_s)}", *pipelines.summary(run)])

@@ -115,4 +115,4 @@ if __name__ == "__main__":
 #
 # ## Next
 #
-# That is all. `docs/elastic.md` has it for your model; `docs/reading.md` leads on, into the code.
+# `22_pipelines.py`: what if a model does not fit on one rank? `docs/elastic.md` has this chapter for your model.

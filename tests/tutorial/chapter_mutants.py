@@ -158,6 +158,8 @@ SUBJECTS = {  # chapter → the functions that it is about
         "comm/meeting/membership.py: Membership._change, is_superseded, Member.look",
         "comm/session.py: init_again",
     ],
+    "22_pipelines": ["collectives/pipelines.py: gpipe, one_forward_one_backward"],
+    "23_slices_of_a_layer": ["comm/verbs.py: all_reduce_in_graph"],
     "24_a_model_in_shares": [
         "replica/units.py: Flat.gather, Flat._taken, Flat.release, Units.use, Units._use",
         "gradients/reducer.py: slice_bounds",

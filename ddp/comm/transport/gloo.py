@@ -174,7 +174,8 @@ class GlooTransport:
 
     def for_message(self, number: int, kind: tuple[int, str]) -> GlooTransport:
         """Returns the same connections under the message's own tag (note "tags")."""
-        return replace(self, tag=message_tag(self.channel, number, kind))
+        tag = message_tag(self.channel, number, kind)  # and not by `replace`, which takes longer than to post a message
+        return type(self)(self.connections, self.ranks, self.rank, self.hopeless_because, self.channel, tag)
 
     def among(self, ranks: Sequence[int], channel: int, hopeless_because: GiveUpCheck) -> GlooTransport:
         """Returns a transport over the same connections for another group. They end with the last transport."""
