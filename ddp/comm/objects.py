@@ -72,13 +72,14 @@ _ERRORS = {
 }
 
 
-def all_gather_object(comm: Communicator, value: Any) -> list[Any]:
+def all_gather_object(comm: Communicator, value: Any, *, label: str = "") -> list[Any]:
     """Returns every rank's object, by rank. Tensors come back on the CPU, and named tuples as tuples.
 
     Raises:
         TypeError: objects of this type cannot be sent.
     """
-    return [unpacked(data) for data in _arrived(comm, comm.all_gather(gpu.sent(packed(value), comm.device)))]
+    found = comm.all_gather(gpu.sent(packed(value), comm.device), label=label)
+    return [unpacked(data) for data in _arrived(comm, found)]
 
 
 def broadcast_object(comm: Communicator, value: Any, root: int = 0) -> Any:

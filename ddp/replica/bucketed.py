@@ -181,6 +181,7 @@ class BucketedDataParallel(Replica):
         """
         self._raise_known()
         if self.units is not None:
+            self.units.check()
             self.units.release()  # released parameters look alike at each check
         if self._is_released:
             self._observers.renew()

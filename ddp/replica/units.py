@@ -342,6 +342,7 @@ class Units:
         all: the units, and the root.
         strides_of: by a parameter's id, those that it has in its unit's memory.
         is_guarded: copying or saving the module raises an error while units are released.
+        is_dissolved: there are no units any more, but a replica may still have this.
     """
 
     is_fixed = True
@@ -357,7 +358,7 @@ class Units:
         sending: str = "",
     ) -> None:
         self.comm, self._module, self.collective = comm, module, collective
-        self.is_guarded = True
+        self.is_guarded, self.is_dissolved = True, False
         self._whole: list[Unit] = []  # besides the root
         self._held = [0] * comm.world_size  # elements, by slice
         self._flat_of: weakref.WeakKeyDictionary[Bucket, Flat] = weakref.WeakKeyDictionary()
@@ -460,7 +461,7 @@ class Units:
         for flat in before:  # which a running backward may still read
             self._hold(flat, -1)
             if flat.whole is not None:
-                del self._by_address[flat.whole.data_ptr()]
+                self._by_address.pop(flat.whole.data_ptr(), None)
         unit.flats = []
         for bucket in [*buckets, *(Bucket(0, slots) for slots in rest.values())]:
             unit.flats.append(flat := Flat(self.comm, bucket, slice_bounds(bucket, self.comm.world_size, self._held)))
@@ -581,9 +582,21 @@ class Units:
     def _pack(self, outer: Callable[[Tensor], Any] | None, tensor: Tensor) -> Any:
         address = tensor.untyped_storage().data_ptr()
         found = self._by_address.get(address)
+        if found is None and tensor.dim() and not any(tensor.stride()):
+            self._check_inside(address)
         if found is None or tensor.dtype is not found[1].dtype or tensor.is_conj() or tensor.is_neg():
             return tensor if outer is None else outer(tensor)
         return _Saved(*found, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+
+    def _check_inside(self, address: int) -> None:
+        """Raises ConfigError if a released parameter is at an address, which an operation outside of its unit reads."""
+        for unit in self.all:
+            for name, parameter in unit.named:
+                if not unit.is_whole and parameter.data_ptr() == address:
+                    raise ConfigError(
+                        f"{name} is used outside of the forward of {self.title(unit)}, where it is released: use it "
+                        "inside, or choose other units by strategy.units (ddp.Averaging(units=…))"
+                    )
 
     @uncompiled
     def _unpack(self, outer: Callable[[Any], Tensor] | None, saved: Any) -> Tensor:
@@ -621,7 +634,7 @@ class Units:
         Raises:
             ReplicaMismatch: they announce several.
         """
-        found = all_gather_object(self.comm, mine)
+        found = all_gather_object(self.comm, mine, label="order of units" if mine is None else self._label_of(mine))
         known = {rank: Event(*each) for rank, each in enumerate(found) if each is not None}
         if len(set(known.values())) > 1:
             words = ", ".join(f"rank {rank} {self._in_words(event)}" for rank, event in known.items())
@@ -630,6 +643,10 @@ class Units:
                 "one order"
             )
         return next(iter(known.values()), END)
+
+    def _label_of(self, event: Event) -> str:
+        """Returns what an event is for, for messages."""
+        return f"{self._why} of {self.title(self.all[event.number])}" if event.what == "use" else "order of units"
 
     def _in_words(self, event: Event) -> str:
         if event.what == "use":
@@ -758,10 +775,20 @@ class Units:
         for handle in self._handles:
             handle.remove()
         _UNITS_OF.pop(self._module, None)
+        self.is_dissolved = True
+
+    def check(self) -> None:
+        """Raises RuntimeError if the module has no units any more."""
+        if self.is_dissolved:
+            raise RuntimeError(
+                "the module is in another replica since, or an error has ended its training here: call the new "
+                "replica, or make one with strategy='fully_sharded'"
+            )
 
     def _hooks_on(self, unit: Unit) -> Iterator[Any]:
         module = unit.module
-        yield module.register_forward_pre_hook(_Hook(self, unit, "enter"))
+        # before those of the program, which may compute weights, as torch.nn.utils.prune does
+        yield module.register_forward_pre_hook(_Hook(self, unit, "enter"), prepend=True)
         yield module.register_forward_hook(_Hook(self, unit, "leave"), always_call=True)
         yield module.register_state_dict_pre_hook(_Hook(self, unit, "refuse"))
         yield module.register_load_state_dict_pre_hook(_Hook(self, unit, "refuse"))
@@ -897,6 +924,8 @@ class InSlices(Accumulation):
         self._units.end()
 
     def note_early(self, parameter: Tensor) -> None:
+        if self._units.is_dissolved:  # the gradient is of another replica, or of the module alone
+            return
         layout = self._units.layouts()
         if (index := layout.index_of.get(id(parameter))) is None:
             return

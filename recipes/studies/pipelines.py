@@ -31,7 +31,7 @@ from torch.nn import functional as F
 
 import ddp
 from ddp.collectives.pipelines import PIPELINES, bubble
-from ddp.lab.bench.turns import slowest, take_turns
+from ddp.lab.bench.turns import session, slowest, take_turns
 from ddp.process.arguments import Parser, whole
 from ddp.process.clock import now_s
 
@@ -43,7 +43,7 @@ WIDTH, DEPTH, MICRO = 512, 4, 16
 class Sizes(NamedTuple):
     """Says how much is measured; a first look takes less."""
 
-    forward_s: float = 0.1  # of a stage that sleeps; its backward takes twice as long
+    forward_s: float = 0.05  # of a stage that sleeps; its backward takes twice as long
     num_sleeping: int = 3  # steps, of which the median counts
     num_steps: int = 8  # of a turn
 
@@ -148,7 +148,14 @@ def mlp() -> nn.Module:
 
 def beside_torch(sizes: Sizes, num_micro: int, schedule: str, num_turns: int) -> dict[str, list[float]]:
     """Returns the seconds of a step in each turn, by ours and by torch's."""
-    comm = ddp.init()
+    with session(ddp.init) as comm:  # it ends torch's group last (`ddp/lab/bench/turns.py`, note "replicas first")
+        return turns(comm, sizes, num_micro, schedule, num_turns)
+
+
+def turns(
+    comm: ddp.Communicator, sizes: Sizes, num_micro: int, schedule: str, num_turns: int
+) -> dict[str, list[float]]:
+    """Returns what `beside_torch` does, from inside of its session."""
     rank, last = comm.rank, comm.world_size - 1
     inputs, targets = torch.randn(2, num_micro * MICRO, WIDTH, generator=torch.Generator().manual_seed(0))
     pipe = ddp.Pipeline([mlp] * comm.world_size, schedule=schedule)

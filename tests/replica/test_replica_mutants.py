@@ -29,6 +29,9 @@ class Mutant(NamedTuple):
 LIKE_TORCH, JOIN_AND_HOOKS, DIRECTLY = "test_like_torch", "test_join_and_hooks", "test_direct"
 BACKWARD, FINALIZER = "replica.backward", "replica.step_finalizer.StepFinalizer"
 DIRECT = "replica.direct"
+UNITS, FLAT, IN_SLICES = (f"replica.units.{name}" for name in ("Units", "Flat", "InSlices"))
+FULLY = "strategies.fully_sharded.FullySharded"
+IN_UNITS = "test_units"
 DROP_IN = "replica.drop_in.data_parallel.DistributedDataParallel"
 MUTANTS = {
     "gradients are not synchronised": Mutant(
@@ -231,6 +234,58 @@ MUTANTS = {
         DIRECTLY,
         "other_gradients_between_backward_and_step",
     ),
+    "units are not released for the next one": Mutant(
+        f"{UNITS}._use", "self._release(other)", "pass", IN_UNITS, "memory"
+    ),
+    "what autograd saves of a unit stays in memory": Mutant(
+        f"{UNITS}._pack", "if found is None or", "if True or", IN_UNITS, "memory"
+    ),
+    "the place of what is saved is forgotten": Mutant(
+        f"{UNITS}._unpack", "saved.stride, saved.offset", "saved.stride, 0", IN_UNITS, "programs"
+    ),
+    "a unit is not gathered in backward": Mutant(
+        f"{UNITS}._unpack", "self.use(saved.unit)", "pass", IN_UNITS, "programs"
+    ),
+    "a unit is released in the middle of its forward": Mutant(
+        f"{UNITS}._use", "and not each.num_running", "", IN_UNITS, "programs"
+    ),
+    "hooks of the program see nothing": Mutant(
+        f"{UNITS}._pack", "if outer is None else outer(tensor)", "", IN_UNITS, "programs"
+    ),
+    "an update is not gathered": Mutant(f"{FULLY}._step", "self.units.release()", "pass", IN_UNITS, "programs"),
+    "a gradient that is NaN counts as the program's": Mutant(
+        f"{FULLY}._take_gradient", "and not is_absent(gradient)", "", IN_UNITS, "programs"
+    ),
+    "the order of channels is forgotten": Mutant(
+        f"{UNITS}.groups", "slot.strides = self.strides_of[id(slot.parameter)]", "pass", IN_UNITS, "programs"
+    ),
+    "a parameter that was frozen keeps its former slice": Mutant(
+        f"{UNITS}.flat_of", "if each.bucket.ids == bucket.ids", "if each.bucket.ids >= bucket.ids", IN_UNITS, "programs"
+    ),
+    "a micro-batch takes the place of the one before": Mutant(
+        f"{IN_SLICES}._take", "flat.gradient.add_(mine)", "flat.gradient.copy_(mine)", IN_UNITS, "micro_batches"
+    ),
+    "the last micro-batch alone is divided": Mutant(
+        f"{IN_SLICES}.divisor", "return 1", "return divide_by", IN_UNITS, "micro_batches"
+    ),
+    "the sum of micro-batches is not divided": Mutant(
+        f"{IN_SLICES}.complete", "divided_(bucket.gradients, int(divide_by))", "pass", IN_UNITS, "micro_batches"
+    ),
+    "gradients of micro-batches are added twice": Mutant(
+        f"{IN_SLICES}.fill", "slot.parameter.grad = None", "pass", IN_UNITS, "micro_batches"
+    ),
+    "a released parameter stays readable": Mutant(
+        f"{FLAT}.release", "slot.parameter.data = absent(slot.parameter)", "pass", IN_UNITS, "released"
+    ),
+    "a copy of released units is made": Mutant(
+        "replica.units._Hook._refuse", "if self._units.is_guarded and", "if False and", IN_UNITS, "released"
+    ),
+    "what is written to released parameters is lost": Mutant(
+        f"{FLAT}._check_unwritten", "if old != new:", "if False:", IN_UNITS, "written"
+    ),
+    "a step without zero_grad adds to nothing": Mutant(
+        f"{IN_SLICES}.begin", "and is_absent(gradient)", "and False", IN_UNITS, "without_zero_grad"
+    ),
 }
 
 
@@ -263,3 +318,8 @@ def test_mutant_dies(name: str) -> None:
     mutated(mutant)  # it can be made; what dies in the ranks dies of what it does
     with pytest.raises(RankFailed):
         run_ranks(run_case, 3, mutant, mutant.cases, mutant.case, timeout_s=20)
+
+
+@pytest.mark.parametrize("case", sorted({mutant.case for mutant in MUTANTS.values() if mutant.cases == IN_UNITS}))
+def test_units_themselves_live(case: str) -> None:
+    run_ranks(run_case, 3, None, IN_UNITS, case, timeout_s=40)

@@ -147,7 +147,7 @@ def flat(module: nn.Module) -> Tensor:
 def fitted(module: nn.Module, data: Any, optimizer: torch.optim.Optimizer, **how: Any) -> ddp.TrainState:
     """Trains by `ddp.fit`, without a word and without a file. Afterwards all is whole, with every strategy."""
     settings = {"global_batch": GLOBAL_BATCH, "seed": 5, "folder": None, "progress": False, "loss": F.cross_entropy}
-    how["callbacks"] = [*how.get("callbacks", ()), whole := Whole(how["max_steps"])]
+    how["callbacks"] = [*how.get("callbacks", ()), whole := Whole(how.get("max_steps"))]
     state = ddp.fit(module, data, optimizer, **grouped(**{**settings, **how}))
     if not state.model.is_whole:
         dissolve_units(module)
@@ -158,7 +158,7 @@ def fitted(module: nn.Module, data: Any, optimizer: torch.optim.Optimizer, **how
 class Whole(ddp.Callback):
     """Keeps the optimizer's whole state at the end, if no rank has it afterwards."""
 
-    def __init__(self, num_steps: int) -> None:
+    def __init__(self, num_steps: int | None) -> None:
         self._num_steps = num_steps
 
     def step_end(self, state: ddp.TrainState, report: Any) -> None:

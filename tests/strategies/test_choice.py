@@ -15,21 +15,21 @@ from torch import nn
 import ddp
 from ddp.comm import connect
 from ddp.errors import ConfigError
-from ddp.gradients.reducer import HostReduceScatter, ReduceScatter
+from ddp.gradients.reducer import HostReduceScatter, ReduceScatter, UnitReduceScatter
 from ddp.policies import averaging_named
 from ddp.run.assembly import components, stages
 from ddp.run.settings.checks import check_strategy
 from ddp.run.settings.config import CHOICES
 from ddp.run.settings.reader import from_plain
 from ddp.setting import Setup, StrategyName, refuse
-from ddp.strategies import CentralStorage, Replicated, Sharded
+from ddp.strategies import CentralStorage, FullySharded, Replicated, Sharded
 from ddp.strategies.choice import STRATEGIES, same_bits_as, strategy_for
 from ddp.train.arguments import FitArguments, inputs_of
 
 WORDS = get_args(StrategyName)
 CLUSTER = {"workers": 1, "local_workers": 1}
 ONE = Setup(is_whole=True, workers=1, num_hosts=1)
-SLICED = ("sharded", "central_storage", "parameter_server")
+SLICED = ("sharded", "fully_sharded", "central_storage", "parameter_server")
 SPARSE = nn.Sequential(nn.EmbeddingBag(3, 2, sparse=True))
 
 
@@ -129,7 +129,8 @@ def test_the_words_are_those_of_the_command_line_and_of_python() -> None:
         ("replicated", "Did you mean auto?"),
         ("MirroredStrategy", "Did you mean mirrored?"),
         ("multi_worker_mirrored", "Did you mean multi_worker?"),
-        ("fsdp", "Parameters are whole on every rank here; sharded cuts the optimizer's state alone."),
+        ("fsdp", "Did you mean fully_sharded?"),
+        ("DeepSpeed", "Did you mean fully_sharded?"),
         ("CentralStorageStrategy", "Did you mean central_storage?"),
         ("shard", "Did you mean sharded?"),
         (type("TPUStrategy", (), {"__repr__": lambda _: "theirs"})(), "TPUs are not supported."),
@@ -159,6 +160,19 @@ def test_a_region_has_a_name_and_belongs_to_central_storage() -> None:
     assert told.startswith("unknown key strategy.region: it belongs to strategy=central_storage.")
 
 
+def test_a_pattern_of_units_belongs_to_fully_sharded() -> None:
+    expected = ddp.Averaging(strategy="fully_sharded", units="blocks.*")
+    assert expected.units == "blocks.*"
+    plain = {"strategy": {"name": "fully_sharded", "units": "blocks.*"}}
+    assert components.averaging_of(from_plain(plain)) == expected
+    assert components.averaging_of(from_plain({"strategy": {"name": "fully_sharded"}})).units is None
+    assert refused_with(lambda: ddp.Averaging(units="a")).startswith(
+        "units='a' with strategy='auto': a model is cut into units by strategy='fully_sharded' alone; take that, or"
+    )
+    told = refused_with(from_plain, {"strategy": {"name": "sharded", "units": "a"}})
+    assert told.startswith("unknown key strategy.units: it belongs to strategy=fully_sharded.")
+
+
 def test_a_name_of_another_library_is_told_the_word() -> None:
     for name, told in (
         ("MirroredStrategy", '. Did you mean strategy="mirrored", of ddp.fit?'),
@@ -169,7 +183,7 @@ def test_a_name_of_another_library_is_told_the_word() -> None:
         ("ParameterServerStrategy", '. Did you mean strategy="parameter_server", of ddp.fit?'),
         ("DiLoCo", '. Did you mean strategy="local_sgd", of ddp.fit?'),
         ("TPUStrategy", ". TPUs are not supported"),
-        ("FSDP", ". Parameters are whole on every rank here; sharded cuts the optimizer's state alone"),
+        ("FSDP", '. Did you mean strategy="fully_sharded", of ddp.fit?'),
         ("Mirror", ""),
         ("ps", ""),
     ):
@@ -181,6 +195,7 @@ def test_a_name_of_another_library_is_told_the_word() -> None:
 
 in_slices = partial(ddp.BucketedDataParallel, reducer=ReduceScatter)
 on_hosts = partial(ddp.BucketedDataParallel, reducer=HostReduceScatter)
+in_units = partial(ddp.BucketedDataParallel, reducer=UnitReduceScatter)
 
 
 def on_two_hosts() -> list[str]:
@@ -230,6 +245,7 @@ def test_the_kind_of_a_replica_says_which_update_it_gets() -> None:
         (ddp.NaiveDataParallel, Replicated),
         (ddp.DistributedDataParallel, Replicated),
         (in_slices, Sharded),
+        (in_units, FullySharded),
         (on_hosts, CentralStorage),
     ):
         assert type(strategy_for(kind(nn.Linear(2, 2), comm=comm), optimizer)) is update

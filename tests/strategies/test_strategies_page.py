@@ -28,7 +28,8 @@ from ddp.strategies import central_storage, sharded
 from ddp.strategies.fully_sharded import FullySharded
 
 PAGE = (Path(__file__).parents[2] / "docs" / "strategies.md").read_text()
-ROWS = re.findall(r"^\| `(\w+)` \| [^|]* \| `([^`]*)` \| `([^`]*)` \|", PAGE, re.MULTILINE)
+TABLE = PAGE.partition("\n## ")[0]
+ROWS = re.findall(r"^\| `(\w+)` \| [^|]* \| `([^`]*)` \| `([^`]*)` \|", TABLE, re.MULTILINE)
 WIDTH, BATCH = 300, 12
 BY_HAND: dict[str, Any] = {
     "one_device": ddp.strategies.Replicated,

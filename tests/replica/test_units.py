@@ -1,0 +1,590 @@
+"""Units: which modules they are, what their parameters are while released, and what programs do with them in a step.
+
+A program trains twice with two ranks: fully sharded, and with `Sharded`, whose parameters are whole. Both have the same
+bits, whatever the program does around forward and backward.
+
+Tests: ddp/replica/units.py.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import os
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+from ranks import run_cases, run_ranks
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import prune
+from torch.utils.checkpoint import checkpoint
+
+import ddp
+from ddp.errors import ConfigError
+from ddp.gradients.bucket import Bucket, Slot
+from ddp.gradients.reducer import slice_bounds
+from ddp.replica.units import absent, dissolve_units, form_of, is_absent, unit_modules
+from ddp.strategies import Sharded, step
+from ddp.strategies.fully_sharded import FullySharded
+
+X = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
+CLASSES = torch.randint(0, 3, (12,), generator=torch.Generator().manual_seed(1))
+NUM_STEPS = 4
+IN_TURN = "released: its parameters are in slices.*Copy, save and load the module inside of `with model.whole"
+
+# --- which modules are units -----------------------------------------------------------------------------------------
+
+
+def linear(width: int = 2) -> nn.Linear:
+    return nn.Linear(width, width)
+
+
+class Nested(nn.Module):
+    """Has lists in lists, a dictionary, a sequence that is no outermost one, and what is in none of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = linear()
+        self.stages = nn.ModuleList([nn.ModuleList([linear(), nn.Sequential(linear(), linear())]), linear()])
+        self.heads = nn.ModuleDict({"a": linear(), "b": nn.ModuleDict({"c": linear()})})
+        self.inner = nn.ModuleDict({"body": nn.Sequential(linear(), nn.ReLU(), linear())})
+        self.deep = nn.Module()
+        self.deep.layers = nn.Sequential(linear(), nn.Tanh(), linear())
+
+
+def test_units_are_the_elements_of_outermost_containers() -> None:
+    assert list(unit_modules(nn.Sequential(linear(), nn.ReLU(), linear()))) == ["0", "2"]
+    assert list(unit_modules(Nested())) == [
+        *("stages.0.0", "stages.0.1", "stages.1", "heads.a", "heads.b.c", "inner.body"),
+        *("deep.layers.0", "deep.layers.2"),
+    ]
+    assert unit_modules(linear()) == {}
+
+
+def test_a_pattern_overrides_them() -> None:
+    module = Nested()
+    assert list(unit_modules(module, "stages.?")) == ["stages.0", "stages.1"]
+    assert list(unit_modules(module, "embed")) == ["embed"]
+    with pytest.raises(ConfigError, match=r"^units='blocks.\*': no module has such a name; there are embed, stages, "):
+        unit_modules(module, "blocks.*")
+    with pytest.raises(ConfigError, match=r"units='stages\*': stages.0 is inside of stages, and units are not nested"):
+        unit_modules(module, "stages*")
+    with pytest.raises(ConfigError, match="there are none"):
+        unit_modules(linear(), "*")
+
+
+def test_slices_of_many_tiny_units_are_balanced() -> None:
+    buckets = [Bucket(0, [Slot(0, "tiny", nn.Parameter(torch.zeros(number)))]) for number in (40, 1, 7, 100, 33, 64, 2)]
+    held = [0] * 3
+    for bucket in buckets * 9:
+        bounds = slice_bounds(bucket, 3, held)
+        assert bounds[0] == 0 and bounds == sorted(bounds) and bounds[-1] == bucket.numel
+        held = [before + bounds[n + 1] - bounds[n] for n, before in enumerate(held)]
+    assert max(held) - min(held) <= 112, "the span of the largest, which is no larger than a block"
+    alone = sum(slice_bounds(bucket, 3)[1] for bucket in buckets * 9)
+    assert alone in (0, sum(held)), "without the others, a rank would have all or nothing of each"
+
+
+# --- absent parameters -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (5,), (3, 1), (1, 3), (4, 2, 1, 1), (0, 3)])
+def test_an_absent_tensor_has_a_shape_and_one_number(shape: tuple[int, ...]) -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        tensor = absent(torch.ones(shape, dtype=dtype))
+        assert is_absent(tensor) and (tensor.shape, tensor.dtype) == (shape, dtype) and tensor.isnan().all()
+        assert tensor.untyped_storage().nbytes() == tensor.itemsize
+        assert not is_absent(torch.full(shape, torch.nan)) and not is_absent(torch.full((), torch.nan).expand(shape))
+        if tensor.numel() > 1:
+            with pytest.raises(RuntimeError, match="single memory location"):
+                tensor.copy_(torch.ones(shape))
+
+
+# --- programs --------------------------------------------------------------------------------------------------------
+
+
+def block(width: int = 8) -> nn.Module:
+    return nn.Sequential(nn.Linear(width, 2 * width), nn.Tanh(), nn.Linear(2 * width, width))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.scale = nn.Linear(4, 8), nn.Linear(8, 3), nn.Parameter(torch.ones(1))
+        self.blocks = nn.ModuleList(block() for _ in range(3))
+
+    def layers(self) -> list[Callable[[Tensor], Tensor]]:
+        return list(self.blocks)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(inputs))
+        for each in self.layers():
+            hidden = hidden + each(hidden)
+        scores: Tensor = self.last(hidden) * self.scale
+        return scores
+
+
+class Twice(Net):
+    """Runs each unit twice."""
+
+    def layers(self) -> list[Callable[[Tensor], Tensor]]:
+        return [*self.blocks, *self.blocks]
+
+
+class Checkpointed(Net):
+    def layers(self) -> list[Callable[[Tensor], Tensor]]:
+        return [lambda hidden, each=each: checkpoint(each, hidden, use_reentrant=False) for each in self.blocks]
+
+
+class Caller(nn.Module):
+    """Calls another unit in the middle of its forward."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.before, self.after, self._inner = nn.Linear(8, 8), nn.Linear(8, 8), [inner]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        after: Tensor = self.after(self._inner[0](torch.tanh(self.before(hidden))))
+        return after
+
+
+class Calling(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        inner = self.blocks[2]
+        self.blocks = nn.ModuleList([Caller(inner), inner, Caller(inner)])
+
+
+class Keeping(nn.Module):
+    """Keeps a number that it has computed with its weights, for the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.kept = nn.Linear(8, 8), torch.zeros(())
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        found: Tensor = self.inner(hidden)
+        self.kept = (found * found).mean() * self.inner.weight.sum()
+        return torch.tanh(found)
+
+
+class WithSides(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Keeping() for _ in range(3))
+
+
+class Tied(Net):
+    """Units share a weight, which the root holds then; and a layer of the root shares one, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[2][0].weight = self.blocks[0][0].weight
+        self.blocks[1][2].bias = self.first.bias
+
+
+class PartlyFrozen(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].requires_grad_(False)
+        self.blocks[2][0].requires_grad_(False)
+
+
+class Pruned(Net):
+    """A hook of the program computes a weight before the forward of a unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1] = prune.random_unstructured(nn.Linear(8, 8), "weight", amount=0.5)
+
+
+class Channels(nn.Module):
+    """Weights in the order of channels, and kernels of one pixel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(2, 6, 2), nn.Tanh(), nn.Conv2d(6, 3, 1), nn.Flatten(), nn.Linear(3, 3))
+        self.to(memory_format=torch.channels_last)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        scores: Tensor = self.layers(inputs.view(-1, 1, 2, 2).expand(-1, 2, -1, -1))
+        return scores
+
+
+Strategy = Any
+
+
+def loss_of(strategy: Strategy, inputs: Tensor, classes: Tensor) -> Tensor:
+    return F.cross_entropy(strategy.model(inputs), classes)
+
+
+def plain(strategy: Strategy, inputs: Tensor, classes: Tensor, number: int) -> None:
+    loss_of(strategy, inputs, classes).backward()
+
+
+def checkpointed_around(strategy: Strategy, inputs: Tensor, classes: Tensor, number: int) -> None:
+    F.cross_entropy(checkpoint(strategy.model, inputs, use_reentrant=False), classes).backward()
+
+
+def saved_on_cpu(strategy: Strategy, inputs: Tensor, classes: Tensor, number: int) -> None:
+    with torch.autograd.graph.save_on_cpu():
+        loss = loss_of(strategy, inputs, classes)
+    loss.backward()
+
+
+def hooks_outside(strategy: Strategy, inputs: Tensor, classes: Tensor, number: int) -> None:
+    packed: list[Any] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: packed.append(x.shape) or x.detach().clone(), lambda x: x):
+        loss = loss_of(strategy, inputs, classes)
+    loss.backward()
+    assert inputs.shape in packed and len(packed) > 5, "those that are no parameters"
+
+
+def with_sides(strategy: Strategy, inputs: Tensor, classes: Tensor, number: int) -> None:
+    loss = loss_of(strategy, inputs, classes)
+    (loss + sum(each.kept for each in strategy.model.module.blocks)).backward()
+
+
+def retained(strategy: Strategy, inputs: Tensor, classes: Tensor, number: int) -> None:
+    loss = loss_of(strategy, inputs, classes)
+    loss.backward(retain_graph=True)
+    strategy.optimizer.zero_grad()
+    loss.backward()
+
+
+def two_forwards(strategy: Strategy, inputs: Tensor, classes: Tensor, number: int) -> None:
+    (loss_of(strategy, inputs, classes) + loss_of(strategy, inputs * 0.5, classes)).backward()
+
+
+def evaluations(strategy: Strategy, inputs: Tensor, classes: Tensor, number: int) -> None:
+    for context in (torch.no_grad, torch.inference_mode, nullcontext):
+        strategy.model.eval()
+        with context():
+            assert strategy.model(inputs).isfinite().all()
+        strategy.model.train()
+        loss = loss_of(strategy, inputs, classes)
+        strategy.optimizer.zero_grad()
+        loss.backward()
+
+
+def gradient_of_inputs(strategy: Strategy, inputs: Tensor, classes: Tensor, number: int) -> None:
+    inputs = inputs.clone().requires_grad_(True)
+    [found] = torch.autograd.grad(strategy.model(inputs).sum(), inputs)
+    assert found.isfinite().all() and found.any()
+    loss_of(strategy, inputs + found, classes).backward()
+
+
+def penalty(strategy: Strategy, inputs: Tensor, classes: Tensor, number: int) -> None:
+    inputs = inputs.clone().requires_grad_(True)
+    outputs = strategy.model(inputs)
+    [found] = torch.autograd.grad(outputs.sum(), inputs, create_graph=True)
+    (F.cross_entropy(outputs, classes) + found.square().sum()).backward()
+
+
+def hooks_on_parameters(strategy: Strategy, inputs: Tensor, classes: Tensor, number: int) -> None:
+    seen: list[Tensor] = []
+    parameters = list(strategy.model.parameters())
+    handles = [each.register_hook(lambda gradient: gradient * 0.5) for each in parameters]
+    handles += [each.register_post_accumulate_grad_hook(lambda each: seen.append(each.grad)) for each in parameters]
+    loss_of(strategy, inputs, classes).backward()
+    for handle in handles:
+        handle.remove()
+    assert len(seen) == len(parameters) and all(each.isfinite().all() for each in seen)
+
+
+def replaced(strategy: Strategy, inputs: Tensor, classes: Tensor, number: int) -> None:
+    loss_of(strategy, inputs, classes).backward()
+    for name, parameter in strategy.model.module.named_parameters():
+        if "bias" in name or name == "scale":
+            parameter.grad = torch.full(parameter.shape, 0.01)
+        elif name == "first.weight":
+            parameter.grad = torch.arange(32.0).view(4, 8).t() / 100  # in another order of memory
+        elif name == "last.weight" and number == 1:
+            parameter.grad = None
+
+
+def freezing(strategy: Strategy, inputs: Tensor, classes: Tensor, number: int) -> None:
+    module = strategy.model.module
+    if number == 1:
+        module.blocks[1].requires_grad_(False)
+        module.first.weight.requires_grad_(False)
+    if number == 3:
+        module.blocks[1].requires_grad_(True)
+        module.blocks[0][0].requires_grad_(False)
+    loss_of(strategy, inputs, classes).backward()
+
+
+def autocast(strategy: Strategy, inputs: Tensor, classes: Tensor, number: int) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        outputs = strategy.model(inputs)
+    F.cross_entropy(outputs.float(), classes).backward()
+
+
+def after_an_error(strategy: Strategy, inputs: Tensor, classes: Tensor, number: int) -> None:
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        strategy.model(inputs[:, :3])
+    handle = strategy.model.module.blocks[1].register_forward_pre_hook(fails, prepend=True)
+    with pytest.raises(ZeroDivisionError):
+        strategy.model(inputs)
+    handle.remove()
+    loss_of(strategy, inputs, classes).backward()
+
+
+def fails(*_: Any) -> None:
+    raise ZeroDivisionError
+
+
+PROGRAMS: dict[str, tuple[type[nn.Module], Any]] = {
+    "plain": (Net, plain),
+    "a unit runs twice": (Twice, plain),
+    "units call units": (Calling, plain),
+    "checkpointed units": (Checkpointed, plain),
+    "checkpointed around": (Net, checkpointed_around),
+    "checkpointed twice": (Checkpointed, checkpointed_around),
+    "channels": (Channels, plain),
+    "tied": (Tied, plain),
+    "partly frozen": (PartlyFrozen, plain),
+    "pruned": (Pruned, plain),
+    "partly frozen, two forwards": (PartlyFrozen, two_forwards),
+    "sides": (WithSides, with_sides),
+    **{
+        each.__name__: (Net, each)
+        for each in (
+            *(saved_on_cpu, hooks_outside, retained, two_forwards, evaluations, gradient_of_inputs, penalty),
+            *(hooks_on_parameters, replaced, freezing, autocast, after_an_error),
+        )
+    },
+}
+
+
+def made(kind: Any = FullySharded, net: Callable[[], nn.Module] = Net) -> Strategy:
+    torch.manual_seed(5)
+    module = net()
+    return kind(module, torch.optim.AdamW(module.parameters(), lr=0.05, fused=True))
+
+
+def mine() -> tuple[Tensor, Tensor]:
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    return X[rank::world_size].to(torch.get_default_dtype()), CLASSES[rank::world_size]
+
+
+def trained(kind: Any, net: type[nn.Module], program: Any) -> dict[str, Tensor]:
+    strategy = made(kind, net)
+    for number in range(NUM_STEPS):
+        strategy.optimizer.zero_grad()
+        program(strategy, *mine(), number)
+        step(strategy)
+    with strategy.model.whole():
+        found = {name: value.detach().clone() for name, value in strategy.model.module.state_dict().items()}
+    strategy.finish()
+    return found
+
+
+def programs(comm: ddp.Communicator) -> None:
+    for name, (net, program) in PROGRAMS.items():
+        try:
+            expected, found = trained(Sharded, net, program), trained(FullySharded, net, program)
+        except BaseException as error:
+            error.add_note(f"in the program {name!r}")
+            raise
+        different = [each for each in expected if not torch.equal(expected[each], found[each])]
+        assert not different, (name, different)
+
+
+def micro_batches(comm: ddp.Communicator) -> None:
+    """Each is summed by itself, so the order of additions differs, and nothing else."""
+
+    def program(strategy: Strategy, inputs: Tensor, classes: Tensor, number: int) -> None:
+        with strategy.model.no_sync():
+            for first in range(2):
+                loss_of(strategy, inputs[first::3], classes[first::3]).backward()
+        loss_of(strategy, inputs[2::3], classes[2::3]).backward()
+
+    for net in (Net, Twice, Checkpointed, PartlyFrozen):
+        kept = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        found = [trained(kind, net, program) for kind in (Sharded, FullySharded)]
+        torch.set_default_dtype(kept)
+        for name, expected in found[0].items():
+            torch.testing.assert_close(found[1][name], expected, rtol=1e-11, atol=1e-13)
+
+
+# --- what is refused, and what whole() gives -------------------------------------------------------------------------
+
+
+def released(comm: ddp.Communicator) -> None:
+    strategy = made()
+    module = strategy.model.module
+    for name, parameter in module.named_parameters():
+        assert parameter.isnan().all() and parameter.shape == dict(Net().named_parameters())[name].shape
+    for act in (module.state_dict, module.blocks[1].state_dict, lambda: module.load_state_dict(Net().state_dict())):
+        with pytest.raises(ConfigError, match=rf"(the root unit|unit blocks.1) is {IN_TURN}"):
+            act()
+    for act in (copy.deepcopy, cloudpickle.dumps, lambda each: torch.save(each, io.BytesIO(), cloudpickle)):
+        for each in (module, module.blocks[2]):
+            with pytest.raises(ConfigError, match=IN_TURN):
+                act(each)
+    shapes = {name: value.shape for name, value in form_of(module).items()}
+    assert shapes == {name: value.shape for name, value in Net().state_dict().items()}
+    for act in (lambda each: each.copy_(torch.ones_like(each)), lambda each: each.add_(1)):
+        with torch.no_grad(), pytest.raises(RuntimeError, match="single memory location"):
+            act(module.first.weight)
+
+
+def written(comm: ddp.Communicator) -> None:
+    """Torch does not refuse some writes: to one element, and of one value."""
+    strategy = made()
+    for name in ("scale", "blocks.1.0.weight"):
+        with torch.no_grad():
+            strategy.model.module.get_parameter(name).fill_(0.5)
+        with pytest.raises(ConfigError, match=f"{name} was written to while it was released, which has changed no ra"):
+            strategy.model(mine()[0])
+    assert strategy.model(mine()[0]).isfinite().all()
+    with strategy.model.whole():
+        assert strategy.model.module.scale == 1
+
+
+def whole(comm: ddp.Communicator) -> None:
+    torch.manual_seed(5)
+    first, strategy = Net(), made()
+    module = strategy.model.module
+    with strategy.model.whole():
+        for mine_, other in zip(module.parameters(), first.parameters(), strict=True):
+            assert torch.equal(mine_, other)
+        twin, thawed = copy.deepcopy(module), cloudpickle.loads(cloudpickle.dumps(module))
+        with strategy.model.whole():  # nested
+            module.scale.data.fill_(2.0)
+        module.blocks[0][0].weight.data = torch.ones(16, 8)
+        with torch.no_grad():
+            module.last.weight.mul_(2)
+        assert module.scale == 2
+    assert module.scale.isnan() and module.blocks[0][0].weight.isnan().all()
+    for each in (twin, thawed):
+        assert torch.equal(each(X), first(X)) and each.state_dict().keys() == first.state_dict().keys()
+        each.load_state_dict(first.state_dict())
+        copy.deepcopy(each)(X).sum().backward()
+    found = strategy.model.state_dict()
+    assert list(found) == [f"module.{name}" for name in first.state_dict()]
+    assert found["module.scale"] == 2 and torch.equal(found["module.blocks.0.0.weight"], torch.ones(16, 8))
+    assert torch.equal(found["module.last.weight"], 2 * first.last.weight)
+    strategy.model.load_state_dict(first.state_dict())
+    with pytest.raises(ZeroDivisionError), strategy.model.whole():
+        raise ZeroDivisionError
+    assert torch.equal(strategy.model(X), first(X)) and module.scale.isnan() == (comm.rank < 0)
+    dissolve_units(module)
+    for mine_, other in zip(module.parameters(), first.parameters(), strict=True):
+        assert torch.equal(mine_, other)
+    assert not module._forward_pre_hooks and not module.blocks[0]._forward_hooks
+
+
+def without_zero_grad(comm: ddp.Communicator) -> None:
+    strategy = made()
+    plain(strategy, *mine(), 0)
+    step(strategy)
+    with pytest.raises(RuntimeError, match=r"has the gradient of the last step, which is in slices.*call zero_grad"):
+        plain(strategy, *mine(), 0)
+
+
+def outside(comm: ddp.Communicator) -> None:
+    """A parameter that is used outside of its unit is found if autograd saves it; else the outputs are NaN."""
+    strategy = made()
+    module = strategy.model.module
+    handle = module.register_forward_hook(lambda module, _, outputs: outputs + module.blocks[1][2].bias.sum())
+    assert strategy.model(X).isnan().all()
+    handle.remove()
+    for use in (
+        lambda module, inputs, outputs: outputs * module.blocks[1][0].weight.square().sum(),
+        lambda module, inputs, outputs: F.linear(outputs[:, :1].expand(-1, 8), module.blocks[1][0].weight),
+    ):
+        handle = module.register_forward_hook(use)
+        with pytest.raises(ConfigError, match=r"blocks.1.0.weight is used outside of the forward of unit blocks.1,"):
+            strategy.model(X)
+        handle.remove()
+    plain(strategy, *mine(), 0)
+    step(strategy)
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+class Deep(nn.Module):
+    """Units of several sizes, the largest in the middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 64)
+        self.blocks = nn.ModuleList(block(64) for _ in range(12))
+        self.last = nn.Linear(64, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.first(inputs)
+        for each in self.blocks:
+            hidden = hidden + each(hidden)
+        scores: Tensor = self.last(hidden)
+        return scores
+
+
+def held_bytes(known: set[int]) -> int:
+    """Returns the bytes of the storages of all tensors that are not known."""
+    gc.collect()
+    found = {}
+    for each in gc.get_objects():
+        if isinstance(each, Tensor) and each.device.type == "cpu":
+            storage = each.untyped_storage()
+            if storage.data_ptr() not in known:
+                found[storage.data_ptr()] = storage.nbytes()
+    return sum(found.values())
+
+
+def storages() -> set[int]:
+    gc.collect()
+    return {each.untyped_storage().data_ptr() for each in gc.get_objects() if isinstance(each, Tensor)}
+
+
+def memory(comm: ddp.Communicator) -> None:
+    known = storages()
+    strategy = made(net=Deep)
+    units = [unit.num_bytes for unit in strategy.units.all]
+    num_bytes, most = sum(units), units[-1] + sum(sorted(units[:-1])[-3:])
+    between: list[int] = []
+    peaks: list[int] = []
+
+    def look(*_: Any) -> None:
+        peaks.append(held_bytes(known))
+
+    for number in range(4):
+        strategy.optimizer.zero_grad()
+        between.append(held_bytes(known))
+        if number == 2:
+            strategy.model.module.blocks[3].requires_grad_(False)
+        if number == 1:
+            handles = [each.register_full_backward_hook(look) for each in strategy.model.module.blocks]
+            handles += [each.register_forward_hook(look) for each in strategy.model.module.blocks]
+        plain(strategy, *mine(), number)
+        if number == 1:
+            for handle in handles:
+                handle.remove()
+        step(strategy)
+    between.append(held_bytes(known))
+    small = 32 * 1024  # activations of a few samples
+    assert max(between[:3]) <= 1.1 * 3 * num_bytes / comm.world_size, (between, num_bytes)
+    assert between[-1] <= between[2] + 2 * units[3] + small, "the whole state of what is frozen, and nothing else"
+    assert max(peaks) - between[1] <= most + num_bytes / comm.world_size + small, (max(peaks), between, most)
+    strategy.finish()
+
+
+CASES = (programs, micro_batches, released, written, whole, without_zero_grad, outside, memory)
+
+
+def cases() -> None:
+    run_cases(CASES, ddp.init(abort_s=20), ())
+
+
+def test_programs_train_as_with_whole_parameters_and_released_ones_are_protected() -> None:
+    run_ranks(cases, 2)
