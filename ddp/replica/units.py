@@ -100,7 +100,7 @@ def unit_modules(module: nn.Module, pattern: str | None = None) -> dict[str, nn.
     """Returns the modules that are units, by name.
 
     Args:
-        pattern: of their names, with `*` and `?`; None: the elements of outermost containers.
+        pattern: of their names, with `*` and `?` for letters between dots; None: the elements of outermost containers.
 
     Raises:
         ConfigError: none has such a name, or one is inside of another.
@@ -108,7 +108,7 @@ def unit_modules(module: nn.Module, pattern: str | None = None) -> dict[str, nn.
     if pattern is None:
         return dict(_elements(module, "", is_inside=False))
     named = list(module.named_modules())
-    found = {name: each for name, each in named if name and fnmatchcase(name, pattern)}
+    found = {name: each for name, each in named if name and _fits(name.split("."), pattern.split("."))}
     if not found:
         known = ", ".join(dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name, _ in named if name)) or "none"
         raise ConfigError(f"units={pattern!r}: no module has such a name; there are {known:.300}")
@@ -116,6 +116,10 @@ def unit_modules(module: nn.Module, pattern: str | None = None) -> dict[str, nn.
         if outer := next((each for each in found if name.startswith(f"{each}.")), ""):
             raise ConfigError(f"units={pattern!r}: {name} is inside of {outer}, and units are not nested")
     return found
+
+
+def _fits(words: Sequence[str], patterns: Sequence[str]) -> bool:
+    return len(words) == len(patterns) and all(map(fnmatchcase, words, patterns))
 
 
 def _elements(module: nn.Module, prefix: str, *, is_inside: bool) -> Iterator[tuple[str, nn.Module]]:

@@ -28,6 +28,7 @@ from ddp.comm.communicator import Communicator
 from ddp.errors import ConfigError
 from ddp.gradients.layout import Layout
 from ddp.gradients.reducer import ReduceScatter, UnitReduceScatter
+from ddp.replica.broadcast import check_untied
 from ddp.replica.flat import Flat, is_absent
 from ddp.replica.fully_sharded import FullyShardedDataParallel
 from ddp.replica.units import Units
@@ -47,10 +48,9 @@ class FullySharded(Sharded):
 
     word = "fully_sharded"
     reducer = UnitReduceScatter
-    unties = False  # weights that units share are in the root unit
-
     @classmethod
     def replica_of(cls, module: nn.Module, **how: Any) -> FullyShardedDataParallel:
+        check_untied(module, cls.__name__, instead="one nn.Parameter in several places, or Replicated (strategy='auto')")
         return FullyShardedDataParallel(module, **how)
 
     @property
@@ -65,6 +65,7 @@ class FullySharded(Sharded):
             cut = self._slices.layout.slot_of
             whole = {each: known for each, known in self.optimizer.state.items() if id(each) not in cut}
             self.optimizer.state, self._slices = defaultdict(dict, whole), None
+        self.units.release()
             self._of_parts, self._places = self.optimizer, {}  # frees the parts
         Replicated.finish(self, alone=alone)
 

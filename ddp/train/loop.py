@@ -199,7 +199,7 @@ def supply_of(
     if isinstance(state.sampler, IterableSampler):
         return StreamedSteps(state, rules, source, sampler=state.sampler, uneven=given.batches.uneven, **until)
     supply = LoadedSteps(state, rules, source, max_unreadable=given.reading.max_unreadable, **until)
-    if isinstance(given.strategy, Rounds):
+    if isinstance(given.strategy, Rounds) or not state.model.is_whole:  # then no rank can compute a step alone
         return supply
     replay = Replay(state, rules, supply.read)
     audit = Audit(replay, every=given.same_bits.audit_every) if given.same_bits.on else None

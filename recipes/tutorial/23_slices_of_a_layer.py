@@ -96,4 +96,4 @@ if __name__ == "__main__":
 #
 # ## Next
 #
-# That is all. `docs/strategies.md` compares the ways; `docs/reading.md` leads on, into the code.
+# `24_a_model_in_shares.py`: can all ranks share all layers, and still each have its own samples?

@@ -76,8 +76,8 @@ def by_hand(comm: ddp.Communicator) -> tuple[Tensor, int, int]:
     return nn.utils.parameters_to_vector(model.parameters()), num_kept, num_sliced
 
 
-def by_library(comm: ddp.Communicator, kind: type = FullySharded) -> tuple[Tensor, list[str]]:
-    """Returns the last weights, and what the last step calls."""
+def by_library(comm: ddp.Communicator, kind: type = FullySharded) -> tuple[Tensor, list[dict]]:
+    """Returns the last weights, and what the last step gathers and reduces."""
     model, (inputs, classes) = net(), share(comm.rank, comm.world_size)
     replica = ddp.BucketedDataParallel(model, reducer=kind.reducer, comm=comm)
     strategy = kind(replica, torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9))
@@ -86,20 +86,20 @@ def by_library(comm: ddp.Communicator, kind: type = FullySharded) -> tuple[Tenso
         strategy.optimizer.zero_grad()
         nn.functional.cross_entropy(replica(inputs), classes).backward()
         ddp.strategies.step(strategy)
-    calls = [f"{call['operation']} of {call['shape'][0]}" for call in comm.recent_calls()[num_calls:]]
+    assert kind is Replicated or all(each.untyped_storage().nbytes() == 8 for each in model.parameters())  # one NaN
+    calls = [call for call in comm.recent_calls()[num_calls:] if call["operation"] != "all_reduce"]
     with replica.whole():
         return nn.utils.parameters_to_vector(model.parameters()), calls
 
 
 if __name__ == "__main__":
     for p in (1, 2, 3, 4):
-        found, shares = as_threads(by_hand, p), as_threads(by_library, p)
-        expected = as_threads(lambda comm: by_library(comm, Replicated), p)[0][0]
+        found, shares, others = (as_threads(f, p) for f in (by_hand, by_library, lambda c: by_library(c, Replicated)))
         for weights, *_ in (*found, *shares):  # of two terms there is one sum
-            assert torch.equal(weights, expected) if p < 3 else torch.allclose(weights, expected, rtol=1e-12)
-        assert sum(num_kept for _, num_kept, _ in found) == found[0][2] == 3 * NUM_PARAMETERS
+            assert torch.equal(weights, others[0][0]) if p < 3 else torch.allclose(weights, others[0][0], rtol=1e-12)
+        assert sum(num_kept for _, num_kept, _ in found) == found[0][2] == 3 * NUM_PARAMETERS and len(shares[0][1]) == 4
         print(f"ranks: {p}; each keeps {[num_kept for _, num_kept, _ in found]} numbers; a step moves {found[0][2]}")
-    print("the library's step:", ", ".join(call for call in shares[0][1] if not call.startswith("all_reduce")))
+    print("the library's step:", ", ".join(f"{call['operation']} of {call['shape'][0]}" for call in shares[0][1]))
 
 # ## What to look at
 #

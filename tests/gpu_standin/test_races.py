@@ -21,6 +21,7 @@ from ddp.gradients.hook import ErrorFeedback
 from ddp.gradients.hooks import PowerSGD, RandomK, Sign, TopK
 from ddp.gradients.reducer import ReduceScatter
 from ddp.gradients.totals import Totals
+from ddp.replica.fully_sharded import FullyShardedDataParallel
 
 NUM_STEPS = 2
 SMALL = {"bucket_cap_mb": 0.05, "first_bucket_mb": 0.01}

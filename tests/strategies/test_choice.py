@@ -17,6 +17,7 @@ from ddp.comm import connect
 from ddp.errors import ConfigError
 from ddp.gradients.reducer import HostReduceScatter, ReduceScatter
 from ddp.policies import averaging_named
+from ddp.replica.fully_sharded import FullyShardedDataParallel
 from ddp.run.assembly import components, stages
 from ddp.run.settings.checks import check_strategy
 from ddp.run.settings.config import CHOICES

@@ -71,6 +71,9 @@ SAME = {  # what a line may become without being wrong, and why
     "self.latest.number + 2": "generations differ, and grow",
     "host[1] for host in comm.hosts": "another rank of the host makes the memory",
     "!= first or path": "the first rank maps its own memory once more",
+    "(bucket), begin - last": "counts from the end, and finds the same place",
+    "like = bucket.slots[1]": "the parameters of a bucket have one type and one device",
+    "like = bucket.slots[-1]": "the same",
 }
 ELSEWHERE = {  # what a line is about, if that is not what its chapter is about
     "check_fits(": "refuses another model",
@@ -104,6 +107,10 @@ ELSEWHERE = {  # what a line is about, if that is not what its chapter is about
     "num_joined": "a count for the report",
     "memory.forget()": "takes away the name of memory that is mapped",
     "mmap.mmap(-1": "ranks that cannot share memory",
+    "not in summed": "micro-batches",
+    "_check_unwritten": "refuses writes",
+    "_without_gradients": "memory that is freed after an update",
+    "_units.release_of(": "what is whole until backward ends",
 }
 SUBJECTS = {  # chapter → the functions that it is about
     "01_send_and_receive": [
@@ -161,9 +168,9 @@ SUBJECTS = {  # chapter → the functions that it is about
     "22_pipelines": ["collectives/pipelines.py: gpipe, one_forward_one_backward"],
     "23_slices_of_a_layer": ["comm/verbs.py: all_reduce_in_graph"],
     "24_a_model_in_shares": [
-        "replica/flat.py: Flat.gather, Flat._taken, Flat.release",
-        "replica/units.py: Units.use, Units._use",
-        "gradients/reducer.py: slice_bounds",
+        "replica/flat.py: Flat.__init__, Flat._taken",
+        "replica/in_slices.py: InSlices.fill",
+        "strategies/fully_sharded.py: UnitSlices.__init__, UnitSlices.take_gradients",
     ],
 }
 

@@ -235,7 +235,7 @@ def fit_arguments(config: Config, run_dir: Path, parts: Parts, stop: StopFlag) -
         schedule=components.make_schedule(config, sizes),
         clip_norm=config.clip_norm,
         precision=config.precision,
-        strategy=components.averaging_of(config),
+        strategy=replace(components.averaging_of(config), units=None),  # which the replica has
         same_bits=config.same_bits,
         callbacks=components.make_callbacks(config),
         stop=stop,
