@@ -12,14 +12,14 @@ import ddp
 
 PACKAGE = Path(__file__).parent.parent / "ddp"
 LIMITS = {
-    "code lines outside of lab/": 36_230,
+    "code lines outside of lab/": 36_300,
     "code lines of lab/": 4_025,
-    "code lines of comm/, gradients/ and replica/": 11_260,
-    "modules outside of lab/": 215,
+    "code lines of comm/, gradients/ and replica/": 11_300,
+    "modules outside of lab/": 216,
     "folders and files at the top": 20,
     "parameters of fit": 20,  # with **mistyped, which takes names that it does not have
     "lines of a function": 62,
-    "lines of a class": 360,
+    "lines of a class": 402,
 }
 NO_CODE = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER),

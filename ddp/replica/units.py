@@ -103,7 +103,7 @@ def unit_modules(module: nn.Module, pattern: str | None = None) -> dict[str, nn.
         pattern: of their names, with `*` and `?` for letters between dots; None: the elements of outermost containers.
 
     Raises:
-        ConfigError: none has such a name, or one is inside of another.
+        ConfigError: none has such a name, or one is a list, which has no forward.
     """
     if pattern is None:
         return dict(_elements(module, "", is_inside=False))
@@ -112,9 +112,10 @@ def unit_modules(module: nn.Module, pattern: str | None = None) -> dict[str, nn.
     if not found:
         known = ", ".join(dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name, _ in named if name)) or "none"
         raise ConfigError(f"units={pattern!r}: no module has such a name; there are {known:.300}")
-    for name in found:
-        if outer := next((each for each in found if name.startswith(f"{each}.")), ""):
-            raise ConfigError(f"units={pattern!r}: {name} is inside of {outer}, and units are not nested")
+    for name, each in found.items():
+        if isinstance(each, (nn.ModuleList, nn.ModuleDict)):
+            what = f"{name} is a {type(each).__name__}, which has no forward"
+            raise ConfigError(f"units={pattern!r}: {what}; name its elements, {name}.*")
     return found
 
 

@@ -105,9 +105,8 @@ def replica_of(
         if model.collective is not None:
             what += f" with reducer={type(model.collective).__name__}"
         raise ConfigError(
-            f"strategy={word!r} with a model in a {what}: give ddp.fit the bare module; or, for some of the ranks, a "
-            f"ddp.BucketedDataParallel(module, comm=…, reducer={strategy.reducer.__name__}) with that class of "
-            "ddp.gradients.reducer"
+            f"strategy={word!r} with a model in a {what}: give ddp.fit the bare module; or, for some of the ranks, "
+            f"ddp.strategies.{strategy.__name__}.replica_of(module, comm=…)"
         )
     if isinstance(model, Replica):
         return _as_given(model, optimizer, averaging, num_shards)

@@ -31,6 +31,7 @@ from ddp.gradients.reducer import ReduceScatter, UnitReduceScatter
 from ddp.replica.broadcast import check_untied
 from ddp.replica.flat import Flat, is_absent
 from ddp.replica.fully_sharded import FullyShardedDataParallel
+from ddp.replica.replica import Replica
 from ddp.replica.units import Units
 from ddp.strategies.sharded import Part, Sharded, Slices, parts_in, share_of
 from ddp.strategies.strategy import Replicated
@@ -50,13 +51,17 @@ class FullySharded(Sharded):
     reducer = UnitReduceScatter
     @classmethod
     def replica_of(cls, module: nn.Module, **how: Any) -> FullyShardedDataParallel:
-        check_untied(module, cls.__name__, instead="one nn.Parameter in several places, or Replicated (strategy='auto')")
+        check_untied(module, cls.__name__, instead="Replicated (strategy='auto')")
         return FullyShardedDataParallel(module, **how)
+
+    @classmethod
+    def takes(cls, replica: Replica) -> bool:
+        return isinstance(replica, FullyShardedDataParallel)
 
     @property
     def units(self) -> Units:
         """Returns the units of the model."""
-        assert self.model.units is not None
+        assert isinstance(self.model, FullyShardedDataParallel)
         return self.model.units
 
     def finish(self, *, alone: bool = False) -> None:
@@ -65,8 +70,8 @@ class FullySharded(Sharded):
             cut = self._slices.layout.slot_of
             whole = {each: known for each, known in self.optimizer.state.items() if id(each) not in cut}
             self.optimizer.state, self._slices = defaultdict(dict, whole), None
-        self.units.release()
             self._of_parts, self._places = self.optimizer, {}  # frees the parts
+        self.units.release()
         Replicated.finish(self, alone=alone)
 
     # --- a step ------------------------------------------------------------------------------------------------------

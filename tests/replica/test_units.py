@@ -3,7 +3,8 @@
 A program trains twice with two ranks: fully sharded, and with `Sharded`, whose parameters are whole. Both have the same
 bits, whatever the program does around forward and backward.
 
-Tests: ddp/replica/units.py, ddp/replica/flat.py, ddp/replica/common_order.py, ddp/replica/in_slices.py.
+Tests: ddp/replica/units.py, ddp/replica/flat.py, ddp/replica/common_order.py, ddp/replica/in_slices.py,
+ddp/replica/fully_sharded.py.
 """
 
 from __future__ import annotations
@@ -70,12 +71,14 @@ def test_units_are_the_elements_of_outermost_containers() -> None:
 
 def test_a_pattern_overrides_them() -> None:
     module = Nested()
-    assert list(unit_modules(module, "stages.?")) == ["stages.0", "stages.1"]
+    assert list(unit_modules(module, "stages.1")) == ["stages.1"]
+    assert list(unit_modules(module, "stages.0.?")) == ["stages.0.0", "stages.0.1"]
     assert list(unit_modules(module, "embed")) == ["embed"]
     with pytest.raises(ConfigError, match=r"^units='blocks.\*': no module has such a name; there are embed, stages, "):
         unit_modules(module, "blocks.*")
-    with pytest.raises(ConfigError, match=r"units='stages\*': stages.0 is inside of stages, and units are not nested"):
-        unit_modules(module, "stages*")
+    assert list(unit_modules(nn.Sequential(linear(), linear()), "*")) == ["0", "1"], "none that is inside of another"
+    with pytest.raises(ConfigError, match=r"units='s\*': stages is a ModuleList, which has no forward; name"):
+        unit_modules(module, "s*")
     with pytest.raises(ConfigError, match="there are none"):
         unit_modules(linear(), "*")
 

@@ -225,7 +225,7 @@ def test_on_ranks_a_word_refuses_their_number_their_hosts_and_a_replica_of_anoth
     first = [f"strategy={word!r}: {told[word]}" if word in told else "" for word in WORDS if word != "parameter_server"]
     wrapped = [
         "strategy='sharded' with a model in a BucketedDataParallel with reducer=AllReduce: give ddp.fit the bare "
-        "module; or, for some of the ranks, a ddp.BucketedDataParallel(module, comm=…, reducer=ReduceScatter) with",
+        "module; or, for some of the ranks, ddp.strategies.Sharded.replica_of(module, comm=…)",
         "strategy='multi_worker' with a model in a BucketedDataParallel with reducer=ReduceScatter: give ddp.fit the",
         "strategy='sharded' with a model in a BucketedDataParallel with reducer=HostReduceScatter: give ddp.fit",
         "strategy='central_storage' with a model in a BucketedDataParallel with reducer=ReduceScatter: give",

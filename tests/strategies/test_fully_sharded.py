@@ -150,10 +150,9 @@ def without_a_gradient() -> list[str]:
     for word in ("mirrored", FULLY):
         torch.manual_seed(2)
         module = Heads().double()
-        replica = ddp.BucketedDataParallel(
-            module, find_unused_parameters=True, reducer=ddp.strategies.choice.STRATEGIES[word].reducer
-        )
-        strategy = ddp.strategies.choice.STRATEGIES[word](replica, torch.optim.AdamW(module.parameters(), lr=0.1))
+        kind = ddp.strategies.choice.STRATEGIES[word]
+        replica = kind.replica_of(module, find_unused_parameters=True)
+        strategy = kind(replica, torch.optim.AdamW(module.parameters(), lr=0.1))
         for number in range(5):
             module.uses = number in (0, 4) or (number in (1, 2) and comm.rank == number - 1)
             strategy.optimizer.zero_grad()
