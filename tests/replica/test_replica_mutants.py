@@ -271,9 +271,6 @@ MUTANTS = {
     "the sum of micro-batches is not divided": Mutant(
         f"{IN_SLICES}.complete", "divided_(bucket.gradients, int(divide_by))", "pass", IN_UNITS, "micro_batches"
     ),
-    "gradients of micro-batches are added twice": Mutant(
-        f"{IN_SLICES}.fill", "slot.parameter.grad = None", "pass", IN_UNITS, "micro_batches"
-    ),
     "what the program has dropped is in the sum": Mutant(
         f"{IN_SLICES}._drop", "del self._summed[bucket]", "pass", IN_UNITS, "micro_batches"
     ),
