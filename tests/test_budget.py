@@ -13,7 +13,7 @@ import ddp
 PACKAGE = Path(__file__).parent.parent / "ddp"
 LIMITS = {
     "code lines outside of lab/": 36_300,
-    "code lines of lab/": 4_025,
+    "code lines of lab/": 4_030,
     "code lines of comm/, gradients/ and replica/": 11_300,
     "modules outside of lab/": 216,
     "folders and files at the top": 20,

@@ -31,13 +31,13 @@ from ddp.process.streams import preserved
 from ddp.replica.autograd import uncompiled
 from ddp.replica.backward import Accumulation
 from ddp.replica.broadcast import BufferSnapshot, BufferSync, broadcast_state, verify_replicas
-from ddp.replica.units import Units, form_of
 from ddp.setting import WireName
 
 if TYPE_CHECKING:
     from ddp.comm.communicator import Communicator
     from ddp.gradients.compression import Compression
     from ddp.gradients.reducer import Collective
+    from ddp.replica.units import Units
 
 PREFIX = "module."
 
@@ -479,7 +479,7 @@ class Verification(NamedTuple):
 
 def _accept_plain_keys(replica: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_: Any) -> None:
     """Lets a checkpoint of the bare module load into its replica."""
-    wanted = {prefix + key for key in form_of(replica)}
+    wanted = {prefix + key for key in nn.Module.state_dict(replica)}  # also if a replica's own is collective
     for key in [key for key in state_dict if key.startswith(prefix) and key not in wanted]:
         wrapped = prefix + PREFIX + key.removeprefix(prefix)
         if wrapped in wanted and wrapped not in state_dict:

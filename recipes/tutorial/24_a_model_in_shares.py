@@ -79,7 +79,7 @@ def by_hand(comm: ddp.Communicator) -> tuple[Tensor, int, int]:
 def by_library(comm: ddp.Communicator, kind: type = FullySharded) -> tuple[Tensor, list[dict]]:
     """Returns the last weights, and what the last step gathers and reduces."""
     model, (inputs, classes) = net(), share(comm.rank, comm.world_size)
-    replica = ddp.BucketedDataParallel(model, reducer=kind.reducer, comm=comm)
+    replica = kind.replica_of(model, comm=comm)
     strategy = kind(replica, torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9))
     for _ in range(10):
         num_calls = comm.num_calls

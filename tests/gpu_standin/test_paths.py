@@ -162,6 +162,7 @@ class Run:
     """As much of a run as an average asks for."""
 
     masters: Mapping[Tensor, nn.Parameter] = {}
+    units = None
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module

@@ -390,7 +390,7 @@ MISTAKES: dict[str, tuple[Any, dict[str, Any], str]] = {
     ),
     "a test stream": (F.cross_entropy, {"test_data": Stream()}, "test_data is Stream, an iterable"),
     "no samples": (F.cross_entropy, {"data": (X[:0], CLASSES[:0])}, "the training set has 0 samples"),
-    "meta": (F.cross_entropy, {"module": nn.Linear(6, 3, device="meta")}, "the model Linear is on the meta device"),
+    "meta": (F.cross_entropy, {"module": nn.Linear(6, 3, device="meta")}, "weight is on the meta device and has no"),
     "another's optimizer": (
         F.cross_entropy,
         {"optimizer": other_optimizer()},

@@ -57,6 +57,7 @@ from ddp.policies import NUM_SHARDS, Folder
 from ddp.process.clock import now_s
 from ddp.replica.bucketed import BucketedDataParallel
 from ddp.replica.drop_in.data_parallel import DistributedDataParallel
+from ddp.replica.fully_sharded import FullyShardedDataParallel
 from ddp.replica.naive import NaiveDataParallel
 from ddp.replica.units import unit_modules
 from ddp.strategies import strategy
@@ -154,7 +155,10 @@ class Training:
         """Returns parameters and state on this rank."""
         inner = (getattr(each, "optim", each) for each in self.optimizers)  # of ZeroRedundancyOptimizer: this rank's
         states = (state for each in inner for state in each.state.values())
-        return [*self.replica.parameters(), *(v for state in states for v in state.values() if isinstance(v, Tensor))]
+        replica = self.replica
+        kept = replica.units.slices() if isinstance(replica, FullyShardedDataParallel) else replica.parameters()
+        found = [*kept, *(v for state in states for v in state.values() if isinstance(v, Tensor))]
+        return [each.to_local() if hasattr(each, "to_local") else each for each in found]  # torch's fully_shard
 
 
 class ByStrategy(Training):

@@ -189,8 +189,8 @@ def everything() -> tuple[StepCell, StepCell]:
     return timed, MeasureMemory("digits-cnn", "sharded", "lamb")()[0]
 
 
-ONCE = {"sharded", "torch_zero", "central_storage"}
-"""Variants that hold the optimizer's state once; the last one parameters, too."""
+ONCE = {"sharded", "torch_zero", "central_storage", "fully_sharded", "fully_shard"}
+"""Variants that hold the optimizer's state once; the last three parameters, too."""
 
 
 def test_every_variant_is_timed_and_counted_and_the_same_on_all_ranks() -> None:
@@ -206,7 +206,9 @@ def test_every_variant_is_timed_and_counted_and_the_same_on_all_ranks() -> None:
     excess = {name: held - whole - steps for name, held in timed.held.items() if name not in ONCE}
     assert excess == dict.fromkeys(VARIANTS.keys() - ONCE, 0)
     assert abs(timed.held["sharded"] - 4 * num_bytes) <= 2 * 4 * BLOCK_NUMEL + 2 * steps
-    assert 0 <= timed.held["central_storage"] - 3 * num_bytes <= 2 * steps, "all parameters and all state, once"
+    for name in ("central_storage", "fully_sharded"):
+        assert 0 <= timed.held[name] - 3 * num_bytes <= 2 * steps, "all parameters and all state, once"
+    assert timed.held["fully_shard"] >= 3 * num_bytes
     assert timed.held["torch_zero"] == 4 * num_bytes + steps // 2
     assert measured.name == "digits-cnn, lamb" and measured.gradient_bytes == num_bytes
     assert measured.peak["sharded"] > 4 * num_bytes and measured.worker["sharded"] > 2 * num_bytes

@@ -183,6 +183,6 @@ def test_what_stands_for_an_argument_of_once_does_what_that_did(tmp_path: Path) 
     with pytest.raises(ConfigError, match="the words were these"):
         fitted(ReduceScatter, "others")
     assert fitted(ReduceScatter, "these").step == 6
-    with pytest.raises(ConfigError, match=r"a ddp.BucketedDataParallel\(module, comm=…, reducer=ReduceScatter\) with"):
+    with pytest.raises(ConfigError, match=r"ddp.strategies.Sharded.replica_of\(module, comm=…\)"):
         fitted(AllReduce, "these")
     ddp.shutdown()
