@@ -43,6 +43,7 @@ from fractions import Fraction
 from functools import lru_cache
 from itertools import islice
 from typing import NamedTuple
+from zlib import crc32
 
 from ddp.collectives.picture import MARGIN, color_of, page, rect, text
 from ddp.collectives.schedule import Recv, ScheduleError, Send
@@ -150,9 +151,15 @@ def rounds_of(algorithm: Algorithm, stage: int, num_stages: int, num_micro: int)
     return tuple(tuple(sorted(ops, key=lambda op: BEGINS.index(type(op)))) for ops in found if ops)
 
 
+@lru_cache(maxsize=256)
+def digest(algorithm: Algorithm, num_stages: int, num_micro: int) -> int:
+    """Returns a number by which two ranks find out whether they have the same schedule."""
+    return crc32(repr([rounds_of(algorithm, stage, num_stages, num_micro) for stage in range(num_stages)]).encode())
+
+
 def _is_op(op: object, num_micro: int) -> bool:
     if isinstance(op, Compute):
-        return type(op.micro) is int and 0 <= op.micro < num_micro
+        return type(op.micro) is int and 0 <= op.micro < num_micro and isinstance(op.backward, bool)
     if not isinstance(op, Send | Recv) or type(op.peer) is not int or not isinstance(op.chunks, range):
         return False
     return len(op.chunks) == 1 and 0 <= op.chunks[0] < num_micro
@@ -199,7 +206,7 @@ class Timeline:
     def bubble(self) -> Fraction:
         """Returns the share of the time in which stages idle."""
         busy = sum(Fraction(span.end_s) - Fraction(span.start_s) for span in self.spans)
-        return 1 - busy / (self.num_stages * Fraction(self.makespan_s))
+        return 1 - busy / (self.num_stages * Fraction(self.makespan_s)) if self.makespan_s else Fraction(0)
 
 
 UNITS = Costs()

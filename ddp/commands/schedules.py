@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate, pairwise
+from operator import call
 from pathlib import Path
+from typing import Any
 
 import ddp.collectives.pipelines as pipelines
 from ddp.collectives.catalog import (
@@ -267,7 +270,8 @@ def chosen_pipeline(options: argparse.Namespace) -> tuple[pipelines.Algorithm, T
             f"{options.num_ranks:,} stages and {options.micro:,} micro-batches: a proof follows each micro-batch "
             f"through each stage; take at most {MOST_COMPUTED:,} of them together"
         )
-    algorithm = PIPELINES[name] if name in PIPELINES else from_address(name, key="schedule", folder=Path.cwd())
+    found: Any = PIPELINES.get(name) or from_address(name, key="schedule", folder=Path.cwd())
+    algorithm = partial(call, found)  # whatever it is, this can be a key
     return algorithm, pipelines.check(algorithm, options.num_ranks, options.micro)
 
 

@@ -142,6 +142,7 @@ GOOD = (FORWARD, (send(1, 0), recv(1, 0)), BACKWARD), (recv(0, 0), FORWARD, BACK
         (steps(GOOD[0], (Recv(0, range(2), add=False),)), "not a Send, Recv or Compute of one micro-batch"),
         (steps(GOOD[0], (Send("0", range(1)),)), "not a Send, Recv or Compute of one micro-batch"),
         (steps(GOOD[0], (Compute(True, backward=False),)), "not a Send, Recv or Compute of one micro-batch"),
+        (steps(GOOD[0], (Compute(0, backward=[]),)), "not a Send, Recv or Compute of one micro-batch"),  # type: ignore[arg-type]
         (endless, "never ends; a schedule must end"),
         (broken, "stage 0 in round 1: raises KeyError: 'x'"),
     ],
@@ -211,6 +212,8 @@ def test_the_commands_take_pipelines(
     assert text.endswith("activations held, by stage: 4, 3, 2, 1\n")
     text = answer(capsys, "simulate gpipe 2 --micro 1 --alpha 1ms --bytes 1MB --rate 8gbit")
     assert text.startswith("gpipe, 2 stages, 1 micro-batch, activations of 1MB: 64.1 ms\n  bubble: 53.2%")
+    text = answer(capsys, "simulate gpipe 1 --forward 0s --backward 0s")  # nothing takes any time
+    assert "bubble: 0 = 0.0%" in text
     assert answer(capsys, "draw gpipe 2 --svg it.svg") == "it.svg: gpipe, 2 stages, 8 micro-batches\n"
     assert (tmp_path / "it.svg").read_text().startswith("<svg")
 
@@ -223,6 +226,8 @@ def mine(stage, num_stages, num_micro):
 
 def half(stage, num_stages, num_micro):
     yield from gpipe(stage, num_stages, num_micro // 2)
+
+no_function = []
 """
 
 
@@ -234,6 +239,7 @@ def test_the_commands_take_a_pipeline_of_one_s_own(
     assert answer(capsys, "draw own_pipeline:mine 3 --micro 2") == draw(gpipe, 3, 2) + "\n"
     assert "proven" in answer(capsys, "check own_pipeline:mine 3 --micro 2")
     assert "2 micro-batches, activations of 25MB" in answer(capsys, "simulate own_pipeline:mine 3 --micro 2")
+    assert "'list' object is not callable" in refused(capsys, "draw own_pipeline:no_function 3 --micro 2")
     assert "ends without the forward of micro-batch 2" in refused(capsys, "check own_pipeline:half 3 --micro 4")
 
 
