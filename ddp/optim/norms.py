@@ -61,7 +61,7 @@ def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
     """Returns the norm of all gradients together."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     # a sparse gradient is coalesced, so that each row occurs once
-    return total_norm(block_norms(each.values() if each.is_sparse else each for each in gradients))
+    return total_norm(block_norms(each.coalesce().values() if each.is_sparse else each for each in gradients))
 
 
 def whole_norms(norms: Tensor, counts: Sequence[int]) -> Tensor:

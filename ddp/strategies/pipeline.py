@@ -16,10 +16,10 @@ neighbour. This completes whatever the checker has proven, whose sends wait (not
     an activation   is held with its graph until its backward, and freed before the stage waits for the next message
     a gradient      is freed when the next one has been sent, or the step ends
 
-Note "forms". A receiver must know a tensor's shape and dtype. The shape of the batch and `micro_size` travel down all
-stages at the beginning of a step, while the first stage computes. The form of an activation travels ahead of the first
-micro-batch whose inputs have its shape, once in a run: of the first one, of a shorter last one, and again if the inputs
-change. A gradient has its activation's form.
+Note "forms". A receiver must know a tensor's shape and dtype. The shape of the batch, `micro_size` and a digest of the
+schedule travel down all stages at the beginning of a step, while the first stage computes. The form of an activation
+travels ahead of the first micro-batch whose inputs have its shape, once in a run: of the first one, of a shorter last
+one, and again if the inputs change. A gradient has its activation's form.
 
 Note "the mean". `loss` returns the mean over a micro-batch, as torch's losses do. Each mean is weighted by its share of
 the batch's samples, so gradients are those of the mean over the batch, also if the last micro-batch is shorter.
@@ -49,7 +49,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from ddp.collectives.pipelines import ALIASES, PIPELINES, Algorithm, Compute, Op, bubble, check, rounds_of
+from ddp.collectives.pipelines import ALIASES, PIPELINES, Algorithm, Compute, Op, bubble, check, digest, rounds_of
 from ddp.collectives.schedule import Recv, ScheduleError, Send
 from ddp.comm.communicator import Communicator, Message
 from ddp.comm.objects import all_gather_object
@@ -205,9 +205,9 @@ class Stage:
             here: the stages on this rank, by number.
         """
         ops = [op for each in rounds for op in each]
-        self.most_held = 0
+        self.most_held, bare = 0, step._replace(inputs=(), targets=())  # an edge remembers the step
         for peer, edge in self.edges.items():
-            edge.begin(step, [op.chunks[0] for op in ops if isinstance(op, Recv) and op.peer == peer])
+            edge.begin(bare, [op.chunks[0] for op in ops if isinstance(op, Recv) and op.peer == peer])
         for op in ops:
             if isinstance(op, Compute):
                 what = f"ddp: stage {self.number} {op}"
@@ -302,7 +302,8 @@ class Pipeline:
         self._by_number = nn.ModuleDict({str(number): module for number, module in modules.items()})
         self._stages = {n: Stage(n, module, self._edges, self.num_stages, seed) for n, module in modules.items()}
         groups = [self.comm.subgroup(range(first, first + width)) for first in range(0, num_ranks, width) if width > 1]
-        self._replica = BucketedDataParallel(self.module, comm=groups[self.stage]) if groups else None
+        self._replicas, self._is_out_of_step = groups[self.stage] if groups else None, False
+        self._replica: BucketedDataParallel | None = None  # once a parameter needs a gradient
 
     # --- a step ------------------------------------------------------------------------------------------------------
 
@@ -322,9 +323,13 @@ class Pipeline:
             ConfigError: inputs, targets or `micro_size` do not fit; the schedule is wrong for this number of
                 micro-batches; a stage returns no tensor, or the loss is not one number.
             PeerLost: a stage was lost; the message names it, and the micro-batch that this stage was at.
+            RuntimeError: the last step broke off on this rank, so its messages match the others' no more.
         """
         self._check(inputs, targets, micro_size)
+        if self._replicas and not self._replica and any(each.requires_grad for each in self.parameters()):
+            self._replica = BucketedDataParallel(self.module, comm=self._replicas)
         self.num_steps += 1
+        self._is_out_of_step = not self._is_alone  # until it ends
         try:
             with preserved():
                 mean = self._play(inputs, targets, loss, micro_size)
@@ -337,11 +342,14 @@ class Pipeline:
                 stage.forget()
         if self._replica is not None:
             self._replica.average_gradients()
+        self._is_out_of_step = False
         return mean
 
     def _check(self, inputs: Tensor | None, targets: Tensor | None, micro_size: int) -> None:
         """Refuses what does not fit this rank's stage."""
         where = f"on stage {self.stage} of {self.num_stages}"
+        if self._is_out_of_step and not self.comm.is_broken:  # else it says by whose fault
+            raise RuntimeError(f"the last step broke off {where}: the ranks are out of step; start them anew")
         if type(micro_size) is not int or micro_size < 1:
             raise ConfigError(f"micro_size={micro_size!r}: give the number of samples of a micro-batch, from 1 up")
         if 0 not in self._stages and inputs is not None:
@@ -353,16 +361,19 @@ class Pipeline:
     def _play(self, inputs: Tensor | None, targets: Tensor | None, loss: Loss, size: int) -> Tensor | None:
         """Sends the shape of the batch down, and then goes through the rounds of this rank's stages."""
         before, after = self._edges.get(self.stage - 1), self._edges.get(self.stage + 1)
-        first_size, shape = before.recv_form(0, OF_BATCH) if before else (size, [*cast(Tensor, inputs).shape])
+        sent = before.recv_form(0, OF_BATCH) if before else (0, [size, *cast(Tensor, inputs).shape])
+        first_size, *shape = sent[1]
+        num_micro = -(-shape[0] // first_size)
+        plan = self._prove(num_micro)
         if after:
-            after.send_form(first_size, shape, 0, OF_BATCH)
+            after.send_form(plan, sent[1], 0, OF_BATCH)
         if first_size != size:
             raise ConfigError(f"micro_size={size} on stage {self.stage}, {first_size} on stage 0: give all the same")
+        if before and sent[0] != plan:
+            raise ConfigError(f"stages {self.stage - 1} and {self.stage} have different schedules: give all the same")
         targets = targets if self.num_stages - 1 in self._stages else None
         if targets is not None and len(targets) != shape[0]:
             raise ConfigError(f"{len(targets)} targets for {shape[0]} inputs: give one for each")
-        num_micro = -(-shape[0] // size)
-        self._prove(num_micro)
         parts = [() if each is None else each.split(size) for each in (inputs, targets)]
         step = Step(self.num_steps, tuple(shape), size, self.chain * num_micro, parts[0], parts[1], loss)
         rounds = {number: rounds_of(self._algorithm, number, self.num_stages, num_micro) for number in self._stages}
@@ -373,8 +384,8 @@ class Pipeline:
         losses = [loss for stage in self._stages.values() for loss in stage.losses]
         return torch.stack(losses).sum() if losses else None
 
-    def _prove(self, num_micro: int) -> None:
-        """Refuses a wrong schedule, and warns of a large bubble."""
+    def _prove(self, num_micro: int) -> int:
+        """Refuses a wrong schedule, and warns of a large bubble. Returns the schedule's digest."""
         try:
             check(self._algorithm, self.num_stages, num_micro)
         except ScheduleError as error:
@@ -382,6 +393,7 @@ class Pipeline:
         if num_micro < self.num_stages and self.comm.rank == 0:
             idle = f"they idle for {float(bubble(self.num_stages, num_micro)):.0%} of the time; make micro_size smaller"
             warnings.warn(f"{num_micro} micro-batches on {self.num_stages} stages: {idle}", stacklevel=4)  # shown once
+        return digest(self._algorithm, self.num_stages, num_micro)
 
     # --- between steps -----------------------------------------------------------------------------------------------
 
@@ -418,7 +430,7 @@ class Pipeline:
 
 def _algorithm(schedule: Named) -> Algorithm:
     """Returns the schedule of this name, or the generator that was given."""
-    found = schedule if callable(schedule) else PIPELINES.get(ALIASES.get(schedule, schedule))
+    found = schedule if callable(schedule) else PIPELINES.get(ALIASES.get(str(schedule), str(schedule)))
     if found is None:
         hint = did_you_mean(schedule, [*PIPELINES, *ALIASES])
         raise ConfigError(f"schedule={schedule!r}: take one of {', '.join(PIPELINES)}, or a generator.{hint}")

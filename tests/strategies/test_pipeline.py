@@ -5,6 +5,7 @@ Tests: ddp/strategies/pipeline.py.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import time
@@ -15,6 +16,7 @@ from functools import partial
 from itertools import product
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from ranks import RankFailed, collect, run_ranks, start_ranks
@@ -194,6 +196,77 @@ def test_a_graph_is_freed_with_its_backward() -> None:
     assert run_ranks(graphs, 3, "gpipe") == [(8, 0)] * 3
 
 
+def batch_after(schedule: str) -> list[bool]:
+    """Whether the batch's memory lives on after a step."""
+    comm = ddp.init()
+    memory = [np.zeros((8, 8), dtype=np.float32) for _ in range(2)]
+    pipe, watched = ddp.Pipeline([lambda: nn.Linear(8, 8)] * 2, schedule=schedule), [*map(weakref.ref, memory)]
+    first, last = (torch.from_numpy(each) for each in memory)
+    given = first if pipe.stage == 0 else None, last if comm.rank == comm.world_size - 1 else None
+    pipe.step(*given, F.mse_loss, micro_size=2)
+    del memory, first, last, given
+    gc.collect()
+    return [each() is not None for each in watched]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_batch_is_freed_with_its_step(num_ranks: int) -> None:
+    assert run_ranks(batch_after, num_ranks, "1f1b") == [[False, False]] * num_ranks
+
+
+def untrained(kind: str) -> tuple[float, Tensor | None]:
+    """The norm, and the weight's gradient, of a stage of which another one has nothing to train at first."""
+    ddp.init()
+    data, weight = torch.arange(32.0).reshape(8, 4) / 32, torch.linspace(-1, 1, 16).reshape(4, 4)
+
+    def make() -> nn.Module:
+        layer = nn.Linear(4, 4, bias=False)
+        layer.weight.data.copy_(weight)
+        return layer
+
+    other = nn.Identity if kind == "identity" else lambda: make().requires_grad_(False)
+    pipe = ddp.Pipeline([other, make])
+    chain = data[pipe.chain :: 2]
+    for _ in range(2):
+        pipe.step(*(chain, None) if pipe.stage == 0 else (None, chain), F.mse_loss, micro_size=2)
+        norm = float(pipe.gradient_norm())
+        pipe.module.requires_grad_()
+    return norm, next((each.grad for each in pipe.parameters()), None)
+
+
+@pytest.mark.parametrize("kind", ["identity", "frozen"])
+def test_replicas_of_a_stage_without_anything_to_train(kind: str) -> None:
+    """They average nothing, and begin to once they have something."""
+    ranks = run_ranks(untrained, 4, kind)
+    data, weight = torch.arange(32.0).reshape(8, 4) / 32, torch.linspace(-1, 1, 16).reshape(4, 4)
+    first, last = weight.clone().requires_grad_(), weight.clone().requires_grad_()
+    for _ in range(2):
+        F.mse_loss((data if kind == "identity" else data @ first.T) @ last.T, data).backward()
+    wanted: list[Tensor | None] = [last.grad, last.grad]
+    wanted = ([None, None] if kind == "identity" else [first.grad / 2] * 2) + wanted  # type: ignore[operator]
+    for (_, found), want in zip(ranks, wanted, strict=True):
+        assert (found is None) == (want is None)
+        assert found is None or torch.allclose(found, want, atol=1e-6)  # type: ignore[arg-type]
+
+
+def norm_of_sparse() -> float:
+    ddp.init()
+    pipe = ddp.Pipeline([lambda: nn.Embedding(5, 4, sparse=True), lambda: nn.Linear(4, 4)])
+    given = torch.arange(8) % 5 if pipe.stage == 0 else None, torch.ones(8, 4) if pipe.comm.rank else None
+    pipe.step(*given, F.mse_loss, micro_size=2)
+    own = [each.grad for each in pipe.parameters()]
+    dense = [each.to_dense() if each.is_sparse else each for each in own if each is not None]
+    both = pipe.comm.all_gather(torch.stack([each.norm() for each in dense]))
+    norm = float(pipe.gradient_norm())
+    assert norm == pytest.approx(float(torch.cat(both).norm()))
+    return norm
+
+
+def test_sparse_gradients_of_several_micro_batches_have_a_norm() -> None:
+    first, second = run_ranks(norm_of_sparse, 2)
+    assert first == second > 0
+
+
 # --- a stage that is lost --------------------------------------------------------------------------------------------
 
 ABORT_S, STAGES = 4.0, 3
@@ -287,6 +360,7 @@ def refusals() -> list[str]:
         lambda: ddp.Pipeline([nn.Linear(4, 3)]),  # type: ignore[list-item]
         lambda: ddp.Pipeline([lambda: 3]),  # type: ignore[list-item, return-value]
         lambda: good(schedule="1f2b"),
+        lambda: good(schedule=[3]),  # type: ignore[arg-type]
         lambda: good(schedule=one_too_few).step(inputs, targets, F.mse_loss, micro_size=2),
         lambda: ddp.Pipeline([nn.Identity, lambda: Tuple()]).step(inputs, targets, F.mse_loss, micro_size=2),
         lambda: two.load_state_dict({"7.0.weight": inputs}),
@@ -320,6 +394,7 @@ SAID = [
     "stage 0 is Linear: give a function that makes it, without arguments",
     "stage 0: its function returns int; it must return a module",
     "schedule='1f2b': take one of gpipe, one_forward_one_backward, or a generator. Did you mean 1f1b?",
+    "schedule=[3]: take one of gpipe, one_forward_one_backward, or a generator.",
     "schedule: 2 stages, 7 micro-batches, stage 0 in round 24: ends without the forward of micro-batch 6",
     "stage 1 returns tuple: it must return one floating-point tensor",
     "the state has a stage 7: this pipeline has 0 to 1",
@@ -335,7 +410,8 @@ def refused_by_a_rank(case: str) -> str:
     inputs, targets = batch(0)
     pipe = None
     try:
-        pipe = ddp.Pipeline(makes(3 if case == "stages" else 2))
+        schedule = "gpipe" if case == "schedule" and comm.rank == 0 else "1f1b"
+        pipe = ddp.Pipeline(makes(3 if case == "stages" else 2), schedule=schedule)
         given = inputs if comm.rank == 0 or case == "inputs" else None, None if case == "targets" else targets
         pipe.step(*given, F.cross_entropy, micro_size=2 + comm.rank if case == "micro" else 2)
     except ConfigError as error:
@@ -352,6 +428,7 @@ def refused_by_a_rank(case: str) -> str:
         ("stages", 0, "3 stages on 2 ranks: give as many ranks as stages, a multiple of that, or one"),
         ("inputs", 1, "inputs on stage 1 of 2: only the first stage takes them; give None here"),
         ("targets", 1, "targets on stage 1 of 2: it takes a tensor [num_samples, …], and got NoneType"),
+        ("schedule", 1, "stages 0 and 1 have different schedules: give all the same"),
         ("micro", 1, "micro_size=3 on stage 1, 2 on stage 0: give all the same"),
     ],
 )
@@ -387,6 +464,37 @@ def test_an_output_has_the_form_that_follows_from_its_inputs() -> None:
     found = "stage 0 returns a tensor [1, 5] of torch.float32 for inputs [1, 4] in micro-batch 2"
     assert says == f"{found}, and before it was [1, 3] of torch.float32"
     assert says in heard
+
+
+def broken_off() -> list[str]:
+    """What steps say after one that broke off in the first stage's backward, when all messages are under way."""
+    comm, words = ddp.init(abort_s=ABORT_S), list[str]()
+    pipe, data = ddp.Pipeline([lambda: nn.Linear(4, 4)] * 2), torch.ones(8, 4)
+    numbers = iter(range(8))
+
+    def third(gradient: Tensor) -> None:
+        if comm.rank == 0 and next(numbers) == 2:
+            raise ValueError("not a number")
+
+    assert isinstance(pipe.module, nn.Linear)
+    pipe.module.weight.register_hook(third)
+    for _ in range(2):
+        try:
+            pipe.step(*(data, None) if comm.rank == 0 else (None, data), F.mse_loss, micro_size=2)
+            words.append("done")
+        except RuntimeError as error:
+            words.append(error.reason if isinstance(error, PeerLost) else str(error))
+        except ValueError as error:
+            words.append(str(error))
+    ddp.shutdown(failed=words[-1])
+    return words
+
+
+def test_no_step_follows_one_that_broke_off() -> None:
+    first, second = run_ranks(broken_off, 2)
+    says = "the last step broke off on stage 0 of 2: the ranks are out of step; start them anew"
+    assert first == ["not a number", says]
+    assert says in second[-1]
 
 
 def few(num_micro: int) -> list[str]:
