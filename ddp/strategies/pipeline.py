@@ -269,7 +269,7 @@ class Pipeline:
     Args:
         stages: functions, one for each stage, in their order. Each returns a new module, from a tensor to a tensor. A
             rank calls that of its own stage only.
-        schedule: "1f1b" (one_forward_one_backward), "gpipe", or a generator such as these.
+        schedule: "1f1b" (one_forward_one_backward), "gpipe", or a generator such as these; the same on every rank.
         seed: of the first weights, and of the random numbers in each forward.
         comm: the ranks, as many as stages, or a multiple (note "replicas"); or one, which runs all stages. All ranks by
             default.
@@ -349,7 +349,7 @@ class Pipeline:
         """Refuses what does not fit this rank's stage."""
         where = f"on stage {self.stage} of {self.num_stages}"
         if self._is_out_of_step and not self.comm.is_broken:  # else it says by whose fault
-            raise RuntimeError(f"the last step broke off {where}: the ranks are out of step; start them anew")
+            raise RuntimeError(f"the last step broke off {where}; the ranks are out of step: restart the program")
         if type(micro_size) is not int or micro_size < 1:
             raise ConfigError(f"micro_size={micro_size!r}: give the number of samples of a micro-batch, from 1 up")
         if 0 not in self._stages and inputs is not None:

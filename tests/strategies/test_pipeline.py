@@ -492,7 +492,7 @@ def broken_off() -> list[str]:
 
 def test_no_step_follows_one_that_broke_off() -> None:
     first, second = run_ranks(broken_off, 2)
-    says = "the last step broke off on stage 0 of 2: the ranks are out of step; start them anew"
+    says = "the last step broke off on stage 0 of 2; the ranks are out of step: restart the program"
     assert first == ["not a number", says]
     assert says in second[-1]
 
