@@ -4,17 +4,19 @@
     backward     use unit 2, reduce bucket 0, use unit 1, reduce bucket 1, …, end
 
 Each event is a collective, so all ranks must have them in one order. In the first pass of a kind every rank announces
-each of its events to all others, before it, and records it. Later passes of this kind only record. A rank without
+each of its events to all others, before it, and records it. Later passes of this kind only record. Before each update
+the ranks compare a hash of their collectives, because units of one size would be exchanged silently. A rank without
 samples repeats what was recorded; or, in such a first pass, what the others announce.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from ddp.comm.objects import all_gather_object
-from ddp.errors import ReplicaMismatch
+from ddp.errors import CollectiveMismatch, ReplicaMismatch
 
 if TYPE_CHECKING:
     from ddp.comm.communicator import Communicator
@@ -59,6 +61,7 @@ class CommonOrder:
         self._follows = False
         self.events: list[Event] = []
         self._used: set[int] = set()
+        self._hash = 0  # of the collectives since the last comparison
 
     @property
     def what_runs(self) -> str:
@@ -100,6 +103,8 @@ class CommonOrder:
         """Records an event of the running pass, before it. Collective in the first pass of its kind."""
         if event.what == "use":
             self._used.add(event.number)
+        else:
+            self.began(event)
         if self._kind is not None and not self._follows:
             self.events.append(event)
             if self._kind not in self._known:
@@ -118,9 +123,39 @@ class CommonOrder:
             for event in iter(lambda: self._agree(None), END) if known is None else known:
                 self.events.append(event)
                 act(event)
+        except CollectiveMismatch as error:
+            raise ReplicaMismatch(
+                f"this rank has no samples, and has repeated the {self.what_runs} that it knows, but others compute "
+                "another: call the model once for each batch, and its units in one order; or give all ranks as many "
+                "batches"
+            ) from error
         finally:
             self._follows, self._kind = False, None
         self._known.setdefault(kind, self.events)
+
+    def began(self, event: Event) -> None:
+        """Hashes the collective of an event, which this rank begins."""
+        self._hash = zlib.crc32(repr(tuple(event)).encode(), self._hash) % 2**20  # float64 adds such squares exactly
+
+    def hashed(self) -> list[float]:
+        """Returns two numbers, of which all ranks take the sums to `compare`."""
+        return [self._hash, self._hash**2]
+
+    def compare(self, total: float, squares: float) -> None:
+        """Compares what the ranks have begun since the last comparison.
+
+        Args:
+            total, squares: the sums of `hashed` over the ranks.
+
+        Raises:
+            ReplicaMismatch: they differ, on every rank.
+        """
+        self._hash = 0
+        if int(squares) * self._comm.world_size != int(total) ** 2:
+            raise ReplicaMismatch(
+                "the ranks have used units in different orders since the last update, so that they had wrong weights: "
+                "let each rank call the same parts of the model in one order, and resume from the last checkpoint"
+            )
 
     def _agree(self, mine: Event | None) -> Event:
         """Returns the event that all ranks with samples announce.

@@ -125,12 +125,17 @@ class Flat:
                     "inside of `with model.whole():`, the same on all ranks"
                 )
 
+    @property
+    def version(self) -> int:
+        """Returns a number that grows whenever the slice is written to."""
+        return self.mine._version
+
     @torch.no_grad()
     def keep(self) -> None:
         """Takes this rank's slice of what the program has written to the parameters."""
         self.take_in()
-        if self.whole is not None:
-            self.mine.copy_(self.whole[self.start : self.stop])
+        if self.whole is not None and not torch.equal(self.mine, written := self.whole[self.start : self.stop]):
+            self.mine.copy_(written)
 
     def slice_of(self, values: Mapping[str, Tensor | None], dtype: torch.dtype, *, what: str) -> Tensor:
         """Returns this rank's slice of values that rank 0 has for the parameters, laid out as these. Collective.

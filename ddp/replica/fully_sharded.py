@@ -69,8 +69,8 @@ class FullyShardedDataParallel(BucketedDataParallel):
     def _around_forward(self) -> AbstractContextManager[Any]:
         return self.units.forward(is_training=self.training, is_last=self.require_backward_grad_sync)
 
-    def _around_repeated(self) -> AbstractContextManager[Any] | None:
-        return None if torch._C._are_functorch_transforms_active() else self.units.places.saving()
+    def _around_repeated(self) -> AbstractContextManager[Any]:
+        return self.units.transformed() if torch._C._are_functorch_transforms_active() else self.units.places.saving()
 
     def release(self) -> None:
         super().release()

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ddp.comm.reduction import divided_
+from ddp.errors import ConfigError
 from ddp.gradients.bucket import Bucket, Slot
 from ddp.gradients.layout import Layout
 from ddp.replica.backward import Accumulation
@@ -51,6 +52,9 @@ class InSlices(Accumulation):
         self._units.layouts = lambda: layouts.current
 
     def begin(self, layout: Layout, share: Share) -> Share:
+        if layout.sparse:
+            name = layout.sparse[0].name
+            raise ConfigError(f"{name} has a sparse gradient, which no slice can hold: take Replicated")
         for bucket in layout.buckets:
             self._units.flat_of(bucket)
         for slot in layout.slots:

@@ -168,6 +168,7 @@ class _Saved(NamedTuple):
     shape: torch.Size
     stride: tuple[int, ...]
     offset: int
+    version: int
 
 
 class SavedPlaces:
@@ -194,13 +195,16 @@ class SavedPlaces:
 
     @uncompiled
     def _pack(self, outer: Callable[[Tensor], Any] | None, tensor: Tensor) -> Any:
-        address = tensor.untyped_storage().data_ptr()
+        try:
+            address, strides = tensor.untyped_storage().data_ptr(), tensor.stride()
+        except RuntimeError:  # sparse, or nested: it has no memory of its own
+            return tensor if outer is None else outer(tensor)
         found = self._found.get(address)
-        if found is None and tensor.dim() and not any(tensor.stride()):
+        if found is None and tensor.dim() and not any(strides):
             self._check_inside(address)
         if found is None or tensor.dtype is not found[1].dtype or tensor.is_conj() or tensor.is_neg():
             return tensor if outer is None else outer(tensor)
-        return _Saved(*found, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+        return _Saved(*found, tensor.shape, strides, int(tensor.storage_offset()), found[1].version)
 
     def _check_inside(self, address: int) -> None:
         """Raises ConfigError if a released parameter is at an address, which an operation outside of its unit reads."""
@@ -216,6 +220,11 @@ class SavedPlaces:
     def _unpack(self, outer: Callable[[Any], Tensor] | None, saved: Any) -> Tensor:
         if not isinstance(saved, _Saved):
             return saved if outer is None else outer(saved)
+        if saved.version != saved.flat.version:
+            raise RuntimeError(
+                f"{saved.unit.title} has been updated since the forward that this backward goes through, so the "
+                "gradients would be wrong: run each backward before the update, or the forward again after it"
+            )
         self._units.use(saved.unit)
         assert saved.flat.whole is not None
         return saved.flat.whole.as_strided(saved.shape, saved.stride, saved.offset)
@@ -364,6 +373,16 @@ class Units:
             raise
         self._end_forward(records, is_training, is_last)
 
+    def transformed(self) -> AbstractContextManager[None]:
+        """Returns a block for a forward in a transform of torch.func, which would wrap what is gathered in it.
+
+        Raises:
+            ConfigError: a unit would be gathered.
+        """
+        if not all(unit.is_whole for unit in self.all):
+            raise ConfigError("torch.func transforms a model in slices inside of `with model.whole():`, on all ranks")
+        return nullcontext()
+
     def _end_forward(self, records: bool, is_training: bool, is_last: bool) -> None:
         self.order.end()
         if records:
@@ -402,12 +421,15 @@ class Units:
         unit = self.root if (coming := self.order.coming) is None else self.all[coming]
         if unit is not self.root and all(flat.whole is None for flat in unit.flats):
             for flat in unit.flats:
+                self.order.began(Event("use", unit.index))
                 flat.begin_gathering(f"{self.order.what_runs} of {unit.title}, ahead")
             self._whole.insert(0, unit)  # the next to be released, unless it is used
 
     @torch.no_grad()
     def _gather(self, unit: Unit, why: str) -> None:
         for flat in unit.flats:
+            if flat.whole is None:
+                self.order.began(Event("use", unit.index))
             flat.gather(f"{why} of {unit.title}")
             self.places.add(unit, flat)
 

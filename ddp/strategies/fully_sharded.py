@@ -82,9 +82,17 @@ class FullySharded(Sharded):
         slices.take_gradients()
         return super()._gradient_norm()
 
+    def _sum(self, found: Tensor, what: str) -> None:
+        order = self.units.order
+        summed = torch.cat([found.flatten(), found.new_tensor(order.hashed())])
+        super()._sum(summed, what)
+        order.compare(*summed[-2:].tolist())
+        found.copy_(summed[:-2].view_as(found))
+
     @torch.no_grad()
     def _step(self, norm: Tensor) -> None:
         super()._step(norm)
+        torch.autograd.graph.increment_version(self.units.slices())  # which fused updates leave as it is
         self.units.release()
         assert isinstance(self._slices, UnitSlices)
         self._slices.drop_gradients()

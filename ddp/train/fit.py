@@ -514,7 +514,8 @@ def _resume(
 
     folder, state.run_dir, start, noted = on_rank_zero(comm, look, label="looking for a checkpoint")
     known = all_gather_object(comm, last_step) if kept is None and is_resized() else []
-    trained = [each for each in (*known, noted) if each]
+    begun = 0 if state.model.is_whole else -1  # a model in slices is lost before the first step, too
+    trained = [each for each in (*known, noted) if each is not None and each > begun]
     if trained and start is None:
         raise CheckpointError(
             f"a part of the state after step {max(trained):,} was lost with the ranks that had it, and there is no "

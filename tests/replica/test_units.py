@@ -208,6 +208,23 @@ class Pruned(Net):
         self.blocks[1] = prune.random_unstructured(nn.Linear(8, 8), "weight", amount=0.5)
 
 
+class OtherLayouts(Net):
+    """Autograd saves tensors that have no memory of their own."""
+
+    def layers(self) -> list[Callable[[Tensor], Tensor]]:
+        return [self.sparse, self.nested]
+
+    def sparse(self, hidden: Tensor) -> Tensor:
+        for other in (Tensor.to_sparse, Tensor.to_sparse_csr):
+            hidden = other(torch.eye(len(hidden), dtype=hidden.dtype)) @ self.blocks[0](hidden)
+        return hidden
+
+    def nested(self, hidden: Tensor) -> Tensor:
+        rows = torch.nested.as_nested_tensor([hidden[:1], hidden[1:]], layout=torch.jagged)
+        found: Tensor = self.blocks[1](rows).values() + self.blocks[2](hidden)
+        return found
+
+
 class Channels(nn.Module):
     """Weights in the order of channels, and kernels of one pixel."""
 
@@ -355,6 +372,7 @@ PROGRAMS: dict[str, tuple[type[nn.Module], Any]] = {
     "tied": (Tied, plain),
     "partly frozen": (PartlyFrozen, plain),
     "pruned": (Pruned, plain),
+    "other layouts": (OtherLayouts, plain),
     "partly frozen, two forwards": (PartlyFrozen, two_forwards),
     "sides": (WithSides, with_sides),
     **{
@@ -528,6 +546,47 @@ def outside(comm: ddp.Communicator) -> None:
     step(strategy)
 
 
+def updated_between(comm: ddp.Communicator) -> None:
+    """As with torch, whose parameters count their versions; reading is none."""
+    strategy = made()
+    loss = loss_of(strategy, *mine())
+    with strategy.model.whole():
+        assert all(each.isfinite().all() for each in strategy.model.parameters())
+    loss.backward(retain_graph=True)
+    step(strategy)
+    strategy.optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match=r"(the root unit|unit blocks.\d) has been updated since the forward"):
+        loss.backward()
+
+
+def transforms(comm: ddp.Communicator) -> None:
+    strategy, inputs = made(), mine()[0]
+    gradient = torch.func.grad(lambda each: strategy.model(each).square().sum())
+    with pytest.raises(ConfigError, match=r"torch.func transforms a model in slices inside of `with model.whole"):
+        gradient(inputs)
+    with strategy.model.whole():
+        found = gradient(inputs)
+    torch.manual_seed(5)
+    net = Net()
+    assert torch.equal(found, torch.func.grad(lambda each: net(each).square().sum())(inputs))
+    plain(strategy, *mine(), 0)
+    step(strategy)
+
+
+class Rows(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(3, 8, sparse=True)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(inputs) + self.rows(torch.tensor([1])).sum()
+
+
+def sparse_gradient(comm: ddp.Communicator) -> None:
+    with pytest.raises(ConfigError, match=r"rows.weight has a sparse gradient, which no slice can hold"):
+        plain(made(net=Rows), *mine(), 0)
+
+
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 
@@ -597,7 +656,10 @@ def memory(comm: ddp.Communicator) -> None:
     strategy.finish()
 
 
-CASES = (programs, micro_batches, released, written, whole, without_zero_grad, outside, memory)
+CASES = (
+    *(programs, micro_batches, released, written, whole, without_zero_grad, outside, updated_between, transforms),
+    *(sparse_gradient, memory),
+)
 
 
 def cases() -> None:

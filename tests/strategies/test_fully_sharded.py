@@ -42,6 +42,28 @@ def made(make: Any, kind: str = "sgd", dtype: torch.dtype = torch.float64) -> tu
     return module, OPTIMIZERS[kind](groups_of(module))
 
 
+class CallsTwice(ddp.Task):
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        scores, others = model(batch[0]), model(batch[0] / 2)
+        return (F.cross_entropy(scores, batch[1], reduction="sum") + (scores - others).square().sum(), len(batch[1]))
+
+
+def without_a_second_call() -> str:
+    ddp.init(abort_s=5)
+    module, optimizer = made(mlp)
+    try:
+        how = {"global_batch": 9, "micro_size": 1, "max_steps": 5}
+        fitted(module, samples("mlp"), optimizer, strategy=FULLY, loss=CallsTwice(), **how)
+    except (ReplicaMismatch, CollectiveMismatch) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing happened"
+
+
+def test_a_rank_without_samples_says_that_it_follows_one_call_of_the_model() -> None:
+    said = run_ranks(without_a_second_call, 2)
+    assert any(each.startswith("ReplicaMismatch: this rank has no samples, and has repeated") for each in said), said
+
+
 class Evaluates(ddp.Callback):
     """Keeps each evaluation's results, and the model's outputs for some samples."""
 
@@ -248,9 +270,9 @@ def test_a_forward_of_one_rank_alone_ends_with_the_name_of_the_unit(tmp_path: An
 
 
 class Turns(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.parts = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.parts = nn.ModuleList(nn.Linear(width, width, bias=width < 512) for _ in range(3))
         self.order = [0, 1, 2]
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -259,16 +281,16 @@ class Turns(nn.Module):
         return inputs
 
 
-def other_order(at: int) -> str:
+def other_order(at: int, width: int) -> str:
     comm = ddp.init(warn_s=1.0, abort_s=ABORT_S)
-    module = Turns()
+    module = Turns(width)
     strategy = FullySharded(module, torch.optim.SGD(module.parameters(), lr=0.1))
     for number in range(3):
         if number == at and comm.rank == 1:
             module.order = [0, 2, 1]
         strategy.optimizer.zero_grad()
         try:
-            strategy.model(torch.ones(2, 8)).sum().backward()
+            strategy.model(torch.ones(2, width)).sum().backward()
             step(strategy)
         except (ReplicaMismatch, CollectiveMismatch, PeerLost, Diverged) as error:
             return f"{type(error).__name__}: {error}"
@@ -276,11 +298,13 @@ def other_order(at: int) -> str:
 
 
 def test_other_orders_of_units_are_an_error_on_every_rank() -> None:
-    started = [start_ranks(other_order, 2, at) for at in (0, 2)]
-    first, later = (collect(ranks, timeout_s=30) for ranks in started)
+    started = [start_ranks(other_order, 2, *given) for given in ((0, 8), (2, 8), (2, 512))]
+    first, later, exchanged = (collect(ranks, timeout_s=30) for ranks in started)
     expected = "ReplicaMismatch: the ranks use units in different orders: rank 0 uses unit parts.1, rank 1 uses"
     assert all(said.startswith(expected) for said in first), first
     assert all(str(said).startswith(("CollectiveMismatch", "ReplicaMismatch")) for said in later), later
+    expected = "ReplicaMismatch: the ranks have used units in different orders since the last update, so that they had"
+    assert all(str(said).startswith(expected) for said in exchanged), exchanged
 
 
 # --- one run after another -------------------------------------------------------------------------------------------

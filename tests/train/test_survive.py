@@ -321,6 +321,12 @@ def test_a_sharded_state_goes_on_if_one_leaves_and_else_from_the_disk(tmp_path: 
                 torch.testing.assert_close(value, reference[0][3][key], rtol=1e-9, atol=1e-12)
 
 
+def test_a_model_in_slices_is_lost_before_its_first_checkpoint(tmp_path: Path) -> None:
+    fit = {"strategy": "fully_sharded", "folder": "run"}
+    with pytest.raises(WorkersFailed, match="a part of the state after step 0 was lost with the ranks that had it"):
+        launched(tmp_path, [(0, 1, 1, "forward", SIGKILL)], workers=3, fit=fit)
+
+
 def test_a_stopped_worker_is_killed_and_one_that_goes_on_is_not(
     undisturbed: dict[int, list[Any]], tmp_path: Path
 ) -> None:
