@@ -195,7 +195,7 @@ def slice_bounds(bucket: Bucket, num_slices: int, held: Sequence[int] = ()) -> l
     level = (sum(held) + starts[-1]) / num_slices
     wants = [max(0.0, level - each) for each in held] or [1.0] * num_slices
     for before in accumulate(wants[:-1]):
-        wanted = starts[-1] * before / (sum(wants) or 1)
+        wanted = min(starts[-1], starts[-1] * before / (sum(wants) or 1))  # not beyond it by rounding
         right = bisect_left(borders, wanted)
         bounds.append(min(borders[right - 1], borders[right], key=lambda border: abs(border - wanted)))
     return [*bounds, starts[-1]]

@@ -422,13 +422,17 @@ def slices_are_about_equal() -> None:
         starts = [sum(spans[:index]) for index in range(len(spans))]
         cuts = [range(start, start + max(1, numel), 128) for start, numel in zip(starts, numels, strict=True)]
         borders = sorted({border for each in cuts for border in each} | {sum(spans)})
-        found = reducer.slice_bounds(bucket, num_slices)
-        wanted = [sum(spans) * number / num_slices for number in range(num_slices + 1)]
-        nearest = [min(borders, key=lambda border, at=at: abs(border - at)) for at in wanted]
-        assert len(found) == num_slices + 1
-        assert [abs(a - at) for a, at in zip(found, wanted, strict=True)] == [
-            abs(a - at) for a, at in zip(nearest, wanted, strict=True)
-        ]
+        for others in ([7] * num_slices, [300] + [0] * (num_slices - 1), [*range(0, 100 * num_slices, 100)], []):
+            level = (sum(others) + sum(spans)) / num_slices
+            missing = [max(0.0, level - each) for each in others] or [1.0] * num_slices
+            shares = [each / (sum(missing) or 1) for each in missing]
+            found = reducer.slice_bounds(bucket, num_slices, others)
+            wanted = [sum(spans) * sum(shares[:number]) for number in range(num_slices)] + [sum(spans)]
+            nearest = [min(borders, key=lambda border, at=at: abs(border - at)) for at in wanted]
+            assert len(found) == num_slices + 1
+            assert [abs(a - at) for a, at in zip(found, wanted, strict=True)] == pytest.approx(
+                [abs(a - at) for a, at in zip(nearest, wanted, strict=True)], abs=1e-6
+            )
         held: list[int] = []
         for number in range(num_slices):
             for slot, start, begin, end in parameter_slices.parts_in(bucket, *found[number : number + 2]):
@@ -511,6 +515,7 @@ SAME: dict[FunctionType, dict[str, str]] = {  # what a part of the line becomes,
         "norms[-1].device": DEVICES,
         ">= BLOCK_NUMEL": ONE_BLOCK,
     },
+    reducer.slice_bounds: {"or 2": "of nothing, each share is nothing"},
     norms.whole_norms: {
         "len(part) == 0": "the norm of one norm is itself",
         "part[-1] if": "the part has one element",
