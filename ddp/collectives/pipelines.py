@@ -81,7 +81,7 @@ def recv(peer: int, micro: int) -> Recv:
 
 
 def gpipe(stage: int, num_stages: int, num_micro: int) -> Iterator[Op | tuple[Op, ...]]:
-    """All forwards, and then all backwards: the simplest order, in which a stage holds all micro-batches at once."""
+    """Computes all forwards, then all backwards: the simplest order. A stage holds all micro-batches at once."""
     before, after = stage - 1, stage + 1
     for micro in range(num_micro):
         yield recv(before, micro)
@@ -261,7 +261,7 @@ class _Posted(NamedTuple):
 
 
 class _Run:
-    """All stages, each at its round. Between two stages messages match in the order in which they are posted.
+    """Runs all stages, round by round. Between two stages messages match in the order in which they are posted.
 
     Args:
         waits: a send waits for its receive; else it completes at once.

@@ -191,7 +191,7 @@ def wrapped(
         how: further arguments of the replica.
     """
     averaging = of_this_process(averaging)
-    own = {} if averaging.strategy != "fully_sharded" else {"units": averaging.units}
+    own = {} if averaging.units is None else {"units": averaging.units}
     replica = STRATEGIES[averaging.strategy].replica_of(
         module,
         comm=comm,

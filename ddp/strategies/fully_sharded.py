@@ -49,6 +49,7 @@ class FullySharded(Sharded):
 
     word = "fully_sharded"
     reducer = UnitReduceScatter
+
     @classmethod
     def replica_of(cls, module: nn.Module, **how: Any) -> FullyShardedDataParallel:
         check_untied(module, cls.__name__, instead="Replicated (strategy='auto')")

@@ -468,7 +468,7 @@ class Slices:
 
 
 class WholeUnits(Slices):
-    """The buckets of a layout as units that are never released (`replica/units.py`). Collective to make."""
+    """The buckets of a layout as units that are never released (`replica/flat.py`). Collective to make."""
 
     def __init__(self, comm: Communicator, layout: Layout, collective: ReduceScatter) -> None:
         self._flats = []

@@ -249,7 +249,7 @@ def read_checkpoint(
         return {**vars(found), "parts": for_all}
 
     found = StoredCheckpoint(**on_rank_zero(on_cpu(comm), read, label="reading a checkpoint"))
-    parts = {**apply_to_collection(found.parts, tuple, _of_form), **on_zero}
+    parts = {**(found.parts if whole else apply_to_collection(found.parts, tuple, _of_form)), **on_zero}
     if any("_orig_mod" in name for name in form_of(module)):
         return replace(found, parts=parts)
     return replace(found, parts=bare(parts), meta=bare(found.meta))
