@@ -29,6 +29,7 @@ from ddp.comm.meeting.membership import current_member, is_superseded
 from ddp.comm.meeting.place import ALONE, RankPlace, place
 from ddp.comm.meeting.private_store import for_torch, part_of, sealed
 from ddp.comm.meeting.rendezvous import Opened, ask_store, join_role, on_this_host, open_store, rendezvous
+from ddp.comm.meeting.role import current_role
 from ddp.comm.meeting.secret import secret
 from ddp.comm.opening import chosen_device, device_named, open_communicator
 from ddp.errors import CommunicatorBroken, ConfigError, PeerLost, first_line, safe_str
@@ -322,15 +323,24 @@ def shutdown(*, failed: str = "") -> None:
 
 
 def _leave(store: Store, rank: int, world_size: int) -> None:
-    """Announces that this rank no longer needs the store. The rank that serves it waits until all have done so.
+    """Announces that this process no longer needs the store. The one that serves it waits until all have done so.
 
-    Otherwise the client of a slightly later rank would find the server gone, and print that.
+    Otherwise a slightly later one would find the store gone: a rank's client would print that, and a worker of
+    parameter servers could not tell whether the run is over or lost.
     """
+    role = current_role()
     with contextlib.suppress(DistError):
         store.set(f"leaves/{rank}", "")
         patience, everyone = Patience(LAST_S), [f"leaves/{other}" for other in range(world_size)]
         serves = _session.met is not None and _session.met[1].server is not None
         while serves and not store.check(everyone) and patience.left_s():
+            time.sleep(POLL_S)
+        if role is None:
+            return
+        role.store.set(f"leaves/{role}", "")
+        workers = [f"worker {index}" for index in range(role.num_workers)]
+        everyone = [f"leaves/{worker}" for worker in workers if role.store.check([f"joins/{worker}"])]
+        while role.served is not None and not role.store.check(everyone) and patience.left_s():
             time.sleep(POLL_S)
 
 

@@ -290,6 +290,7 @@ def join_role(*, warn_s: float, abort_s: float) -> Role | None:
             mine, run = arrive(me, dict, warn_s=warn_s, abort_s=abort_s)
             if "config" in run:
                 raise ConfigError(f"{ROLE}={me.job}: server 0 is a \"train\" command; start this process as one, too")
+        mine.store.set(f"joins/{mine}", "")
         set_role(mine)
     return mine
 

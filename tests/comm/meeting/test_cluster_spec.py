@@ -457,13 +457,14 @@ def test_a_master_is_the_chief() -> None:
 
 
 def carried_over(texts: Sequence[str]) -> tuple[str, int]:
-    """A program for ParameterServerStrategy, as one task; it makes two fits."""
+    """A program for ParameterServerStrategy, as one task; it makes two fits, to the second of which one comes late."""
     number = int(os.environ["RANK"])
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         del os.environ[name]
     os.environ.update(TF_CONFIG=texts[number], TORCHELASTIC_USE_AGENT_STORE="", DDP_WORKERS="2")
     steps = 0
-    for _ in range(2):
+    for fit in range(2):
+        time.sleep(0.5 * fit * (number == 2))  # the others may have made all steps by then
         model = torch.nn.Linear(8, 4)
         points = torch.randn(64, 8)
         optimizer = torch.optim.Adam(model.parameters())
