@@ -442,6 +442,11 @@ RULES: tuple[Rule[Setup], ...] = (
     Rule(lambda s: s.strategy == "fully_sharded" and s.hook is not None and s.micro_size is not None, "hook",
          "with {strategy} each micro-batch is summed by itself, so that a hook would see the last one alone; leave "
          "{=micro_size} or the hook out"),
+    Rule(lambda s: s.strategy == "fully_sharded" and s.same_bits and s.micro_size is not None, "micro_size",
+         "with {strategy} and the same bits all workers take part in the forward of each shard, of which there is one; "
+         "leave it out, or take more shards ({=num_shards})"),
+    Rule(lambda s: s.strategy == "fully_sharded" and s.audit_every, "audit_every",
+         "an audit computes on one worker alone, and with {strategy} none can; leave it out"),
 
     # --- servers
     Rule(lambda s: s.strategy == "parameter_server" and s.precision == "fp16", "strategy",
@@ -500,8 +505,6 @@ RULES: tuple[Rule[Setup], ...] = (
     # --- the same bits
     Rule(lambda s: s.same_bits and s.strategy in ("parameter_server", "local_sgd"), "same_bits with strategy",
          "its updates depend on which worker computes what; take {strategy:auto}, sharded or central_storage"),
-    Rule(lambda s: s.same_bits and s.strategy == "fully_sharded", "same_bits with strategy",
-         "a worker with fewer shards than others would not take part in their forwards; take {strategy:sharded}"),
     Rule(lambda s: s.same_bits and s.hook is not None, "same_bits with hook",
          "what it has not sent yet depends on the number of hosts; leave it out"),
     Rule(lambda s: s.same_bits and s.wire == "fp32", "same_bits with wire",

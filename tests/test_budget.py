@@ -12,9 +12,9 @@ import ddp
 
 PACKAGE = Path(__file__).parent.parent / "ddp"
 LIMITS = {
-    "code lines outside of lab/": 36_340,
+    "code lines outside of lab/": 36_390,
     "code lines of lab/": 4_030,
-    "code lines of comm/, gradients/ and replica/": 11_320,
+    "code lines of comm/, gradients/ and replica/": 11_370,
     "modules outside of lab/": 216,
     "folders and files at the top": 20,
     "parameters of fit": 20,  # with **mistyped, which takes names that it does not have

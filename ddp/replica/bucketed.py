@@ -128,7 +128,7 @@ class BucketedDataParallel(Replica):
         if num_shards is not None:
             check_shards(module, comm, num_shards, wire, hook)
             given = self._buffer_sync, num_shards, None if wire == "fp32" else wire
-            by_shards = self.accumulation = ByShards(comm, *given, finds_unused=find_unused_parameters)
+            by_shards = self.accumulation = self._by_shards(comm, *given, finds_unused=find_unused_parameters)
             usage, self.gradient_as_bucket_view = by_shards.usage, True
             self.register_forward_pre_hook(by_shards.before_forward)
         self._limits = bucket_limits(bucket_cap_mb, first_bucket_mb=first_bucket_mb)
@@ -145,6 +145,10 @@ class BucketedDataParallel(Replica):
             how: gradients are sent, for all ranks to compare.
         """
         broadcast_state(comm, [*module.named_parameters(), *module.named_buffers()], sending=how)
+
+    def _by_shards(self, *given: Any, **how: Any) -> ByShards:
+        """Returns what adds up gradients by shards."""
+        return ByShards(*given, **how)
 
     def _grouping(self) -> Grouping:
         """Returns what chooses which gradients share a bucket."""

@@ -83,6 +83,7 @@ class ByShards(Accumulation):
         self._watched: int | None = None
         self.seen: tuple[float, float, dict[str, int]] = (0.0, 0.0, {})
         self.has_samples = False
+        self._most = max(len(shards_of_rank(rank, comm.world_size, num_shards)) for rank in range(comm.world_size))
         self._places = places(self.shards, num_shards)
         self._num_nodes = len(nodes_by_rank(comm.world_size, num_shards)[comm.rank])
         self._buffers = ShardBuffers(comm, buffers, num_shards)
@@ -115,6 +116,7 @@ class ByShards(Accumulation):
         if shard == self.shards.start:
             replica.prepare()
             self._begin_step(self._layouts.current, replica.num_steps)
+            self._follow(replica, self._most - len(self.shards))
         self.running, self._next, self._has_forward, self._of_shard = shard, shard + 1, False, None
         before, is_last = replica.require_backward_grad_sync, shard == self.shards[-1]
         replica.require_backward_grad_sync = is_last
@@ -123,6 +125,7 @@ class ByShards(Accumulation):
             yield
             if not is_last:
                 self._of_shard, replica.riding = replica.riding, None
+                self._follow(replica, 0 if self._has_forward else 1)
                 self._end_shard(shard)
             elif not self._is_over(replica):  # no backward has ended the step
                 self._check_backward()
@@ -137,6 +140,12 @@ class ByShards(Accumulation):
             replica.require_backward_grad_sync = before
             if self._is_over(replica):
                 self._end_step()
+
+    @staticmethod
+    def _follow(replica: Replica, num_shards: int) -> None:
+        """Takes part in other ranks' shards, before their last ones, where this rank has none or no samples."""
+        for _ in range(num_shards):
+            replica._follow_micro_batch()
 
     def _protocol_error(self, shard: int) -> str:
         """Returns the error if this shard must not begin now; "": it may."""
@@ -154,7 +163,10 @@ class ByShards(Accumulation):
 
     def _refuse(self, replica: Replica, error: str) -> None:
         """Ends the step together with the other ranks, and raises the error on all of them."""
-        self.usage.protocol_error = error
+        self.usage.protocol_error, begun = error, self._next - self.shards.start
+        if not begun:
+            replica.prepare()
+        self._follow(replica, (len(self.shards) - begun if begun else self._most) - 1)
         replica.prepare()
         self._begin_sums(self._layouts.current, replica.num_steps)
         self.has_samples, self.running = True, self.shards[-1]

@@ -131,7 +131,8 @@ class CommonOrder:
             ) from error
         finally:
             self._follows, self._kind = False, None
-        self._known.setdefault(kind, self.events)
+        if self.events:
+            self._known.setdefault(kind, self.events)
 
     def began(self, event: Event) -> None:
         """Hashes the collective of an event, which this rank begins."""

@@ -13,19 +13,48 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, SupportsInt
 
 import torch
 from torch import nn
 
 from ddp.comm.communicator import Communicator
-from ddp.gradients.layout import Grouping
+from ddp.gradients.bucket import Bucket, Slot
+from ddp.gradients.layout import Grouping, Layout
 from ddp.gradients.reducer import Collective, UnitReduceScatter
 from ddp.replica.bucketed import BucketedDataParallel
+from ddp.replica.by_shards import ByShards
+from ddp.replica.common_order import Event
 from ddp.replica.in_slices import InSlices
-from ddp.replica.parameters import managed
+from ddp.replica.parameters import Layouts, managed
 from ddp.replica.replica import PREFIX, Replica
 from ddp.replica.units import Units
+from ddp.units import binary_size
+
+
+class ShardsOfUnits(ByShards):
+    """Adds up gradients by shards, and keeps these sums whole, while parameters are in slices."""
+
+    def __init__(self, units: Units, *given: Any, **how: Any) -> None:
+        super().__init__(*given, **how)
+        self._units = units
+
+    def connect(self, layouts: Layouts) -> None:
+        super().connect(layouts)
+        self._units.layouts = lambda: layouts.current
+
+    def fill(self, bucket: Bucket) -> list[Slot]:
+        empty = super().fill(bucket)
+        self._units.release_of(bucket)
+        return empty
+
+    def divisor(self, bucket: Bucket, divide_by: SupportsInt) -> SupportsInt:
+        self._units.order.note(Event("reduce", bucket.index))
+        return divide_by
+
+    def write_parts(self, layout: Layout) -> None:
+        self._units.order.end()
+        super().write_parts(layout)
 
 
 class FullyShardedDataParallel(BucketedDataParallel):
@@ -42,7 +71,6 @@ class FullyShardedDataParallel(BucketedDataParallel):
     """
 
     units: Units
-    accumulation: InSlices
     may_be_meta = True
 
     def __init__(self, module: nn.Module, *, units: str | None = None, **how: Any) -> None:
@@ -55,6 +83,9 @@ class FullyShardedDataParallel(BucketedDataParallel):
         self.units = Units(comm, module, named, collective, pattern=self._pattern, sending=how)
         self.accumulation = InSlices(self.units)
 
+    def _by_shards(self, *given: Any, **how: Any) -> ByShards:
+        return ShardsOfUnits(self.units, *given, **how)
+
     def _grouping(self) -> Grouping:
         return self.units
 
@@ -65,6 +96,8 @@ class FullyShardedDataParallel(BucketedDataParallel):
         self.units.check()
         self.units.release()  # released parameters look alike at each check
         super().prepare(in_forward=in_forward)
+        for bucket in self.buckets if self.num_shards else ():
+            self.units.flat_of(bucket)
 
     def _around_forward(self) -> AbstractContextManager[Any]:
         return self.units.forward(is_training=self.training, is_last=self.require_backward_grad_sync)
@@ -83,6 +116,8 @@ class FullyShardedDataParallel(BucketedDataParallel):
     # --- a rank without samples --------------------------------------------------------------------------------------
 
     def most_micros(self, mine: int) -> int:
+        if self.num_shards is not None:  # then the other ranks are in other shards
+            return max(1, mine)
         most = torch.tensor(max(1, mine), device=self.comm.device)
         return int(self.comm.all_reduce(most, "max", label="micro-batches of this step"))
 
@@ -98,7 +133,11 @@ class FullyShardedDataParallel(BucketedDataParallel):
             self._buffer_sync.after_forward()
         self.require_forward_param_sync = False
         self.units.follow_forward(is_training=True, records=True)
-        self.units.follow_backward(self.accumulation.reduce_early, is_last=False)
+        self.units.follow_backward(self._reduce_early, is_last=False)
+
+    def _reduce_early(self, index: int) -> None:
+        assert isinstance(self.accumulation, InSlices)  # by shards, a step is reduced in its last backward
+        self.accumulation.reduce_early(index)
 
     def follow_evaluation(self) -> None:
         self.units.follow_forward(is_training=self.training, records=torch.is_grad_enabled())
@@ -124,4 +163,8 @@ class FullyShardedDataParallel(BucketedDataParallel):
         self.units.load(state)
 
     def in_words(self) -> list[str]:
-        return [self.units.in_words()]
+        found = [self.units.in_words()]
+        if self.num_shards is not None:
+            size = binary_size(self.layout.num_rows * sum(bucket.num_bytes for bucket in self.buckets))
+            found.append(f"gradients: {size}, whole on each rank, because shards are added up one by one (same_bits)")
+        return found

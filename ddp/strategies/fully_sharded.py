@@ -197,18 +197,20 @@ class UnitSlices(Slices):
 
     def take_gradients(self) -> None:
         """Finds the gradients of a step in the memory that its backward has taken for them."""
-        self.parts = [
-            part._replace(gradient=flat.gradient[begin:end].view_as(part.weights))
-            for part, (flat, begin, end) in zip(self.parts, self._places, strict=True)
-        ]
+        if self.layout.lends:
+            self.parts = [
+                part._replace(gradient=flat.gradient[begin:end].view_as(part.weights))
+                for part, (flat, begin, end) in zip(self.parts, self._places, strict=True)
+            ]
 
     def drop_gradients(self) -> None:
         """Frees the memory of the gradients."""
         for part in self.parts:
             part.weights.grad = None
         self._without_gradients()
-        for flat, _, _ in self._places:
+        for flat, _, _ in self._places if self.layout.lends else ():
             flat.drop_gradient()
 
     def _without_gradients(self) -> None:
-        self.parts = [part._replace(gradient=part.weights.detach().new_empty(0)) for part in self.parts]
+        if self.layout.lends:
+            self.parts = [part._replace(gradient=part.weights.detach().new_empty(0)) for part in self.parts]

@@ -62,7 +62,7 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "adamw": partial(torch.optim.AdamW, lr=1e-3),
     "lamb": partial(ddp.optim.LAMB, lr=1e-3),
 }
-STRATEGIES = ("auto", "sharded", "central_storage")
+STRATEGIES = ("auto", "sharded", "central_storage", "fully_sharded")
 
 Case = tuple[str, str, str]
 """A model of `SUBJECTS`, an optimizer of `OPTIMIZERS`, and a strategy."""
@@ -118,8 +118,10 @@ def made(case: Case, num_steps: int, parent: Path | None, until: int | None) -> 
         same_bits=True,
         callbacks=[] if until is None else [StopAfter(until)],
     )
+    with state.model.whole():
+        hashes = {name: tensor_hash(each) for name, each in (*module.named_parameters(), *module.named_buffers())}
     return {
-        **{name: tensor_hash(each) for name, each in (*module.named_parameters(), *module.named_buffers())},
+        **hashes,
         "loss": float(state.train_loss).hex(),
         **{name: float(value).hex() for name, value in state.evaluation.items()},
     }
@@ -143,7 +145,7 @@ def compare(
 
 
 def test_a_small_grid_has_the_same_bits(tmp_path: Path) -> None:
-    cases = [("mlp", "adamw", strategy) for strategy in ("auto", "sharded")]
+    cases = [("mlp", "adamw", strategy) for strategy in ("auto", "fully_sharded")]
     compare(cases, workers=(1, 3), resizes=(2, 1), num_steps=2, folder=tmp_path)
 
 

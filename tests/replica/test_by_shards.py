@@ -12,6 +12,7 @@ import copy
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from functools import cache
+from itertools import product
 from typing import Any, NamedTuple
 
 import pytest
@@ -26,6 +27,7 @@ from ddp.collectives.shards import shards_of_rank
 from ddp.errors import ConfigError, ReplicaMismatch, UnusedParameters
 from ddp.gradients import ErrorFeedback, Sign
 from ddp.replica.broadcast import tensor_hash
+from ddp.replica.fully_sharded import FullyShardedDataParallel
 
 NUM_STEPS = 3  # the first one learns the layout
 WORLD_SIZES = (1, 2, 3, 4, 5)
@@ -489,9 +491,11 @@ def test_each_step_has_the_bits_of_an_explicit_tree(name: str, world_size: int) 
 # --- mistakes --------------------------------------------------------------------------------------------------------
 
 
-def replica(num_shards: int | None = 4, make: Callable[[], nn.Module] = mlp, **how: Any) -> nn.Module:
+def replica(
+    num_shards: int | None = 4, make: Callable[[], nn.Module] = mlp, kind: Any = ddp.BucketedDataParallel, **how: Any
+) -> nn.Module:
     torch.manual_seed(0)
-    return ddp.BucketedDataParallel(make(), num_shards=num_shards, **how)
+    return kind(make(), num_shards=num_shards, **how)
 
 
 X = torch.ones(2, 6)
@@ -520,9 +524,10 @@ TOLD = "this rank computes the shards 0 to 2 in this order, each once a step"
 
 def mistakes() -> None:
     comm = ddp.init(abort_s=20)
-    for learned in (False, True):
+    kinds = (ddp.BucketedDataParallel, 6), (FullyShardedDataParallel, 7)  # of 7 the other rank has one more
+    for (kind, num_shards), learned in product(kinds, (False, True)):
         for what, (order, said) in ORDERS.items():
-            model = replica(6)
+            model = replica(num_shards, kind=kind)
             for _ in range(learned):
                 marked(model, model.shards)
                 model.zero_grad()
@@ -538,6 +543,7 @@ def mistakes() -> None:
     for mistake in (outside, before_the_step, after_the_end, with_a_graph, frozen_between):
         mistake(replica(4))
         mistake(replica(4, bucket_cap_mb=0.0001, overlap=True))
+        mistake(replica(4, kind=FullyShardedDataParallel))
     for number in (0, 1):
         broken_off(number)
     changed_inside()

@@ -397,7 +397,8 @@ def test_a_step_with_another_loss_scale_is_that_of_replicas() -> None:
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "verify_every": ({"verify_every": 3}, "compares whole parameters, which no worker has"),
     "guard": ({"guard": True}, "looks for a bad sample on one worker alone"),
-    "same_bits": ({"same_bits": True}, "a worker with fewer shards than others would not take part"),
+    "micro_size": ({"same_bits": True, "micro_size": 2}, "all workers take part in the forward of each shard"),
+    "audit_every": ({"same_bits": True, "audit_every": 3}, "computes on one worker alone"),
     "hook": ({"hook": object(), "micro_size": 2}, "each micro-batch is summed by itself"),
 }
 

@@ -141,9 +141,10 @@ MEMBERS: dict[str, Member] = {
 }  # fmt: skip
 TWINS = {  # other strategies, which must have the bits of the same member
     "everything": ("sharded", "central_storage"),
-    "adamw": ("sharded", "central_storage"),
-    "lamb": ("sharded", "central_storage"),
+    "adamw": ("sharded", "central_storage", "fully_sharded"),
+    "lamb": ("sharded", "central_storage", "fully_sharded"),
     "sgd": ("sharded", "central_storage"),
+    **dict.fromkeys(("clipped", "fp16", "wire bf16", "11 shards", "tied and frozen", "files"), ("fully_sharded",)),
 }
 OVER_LINKS = ("batch norm",)
 
@@ -193,7 +194,7 @@ def fitted(
     state = ddp.fit(model, data, optimizer(model.parameters()), evaluation=evaluation, **given)
     state.model.verify_replicas()
     assert state.train_loss is not None
-    tensors = {name: tensor_hash(each) for name, each in model.state_dict().items()}
+    tensors = {name: tensor_hash(each) for name, each in state.model.state_dict().items()}
     last = {name: value.hex() for name, value in state.evaluation.items()}
     scale = state.strategy.loss_scale
     numbers = state.train_loss.hex(), last, len(state.unreadable), None if scale is None else scale.value
