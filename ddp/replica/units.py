@@ -188,6 +188,7 @@ class SavedPlaces:
         if flat.whole is not None:
             self._found.pop(flat.whole.data_ptr(), None)
 
+    @uncompiled
     def saving(self) -> AbstractContextManager[None]:
         """Returns a block in which autograd saves places."""
         outer = torch._C._autograd._top_saved_tensors_default_hooks(True) or (None, None)  # of the program
