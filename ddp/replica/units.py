@@ -287,6 +287,7 @@ class Units:
         give_back_large_blocks()  # else free blocks of many sizes would be kept, and no memory saved
         broadcast_state(comm, module.named_buffers())
         self._handles = [handle for unit in self.all for handle in self._hooks_on(unit)]
+        self._handles += [handle for each in module.modules() for handle in self._guards_on(each)]
         _UNITS_OF[module] = self
 
     def in_words(self) -> str:
@@ -587,8 +588,12 @@ class Units:
         # before those of the program, which may compute weights, as torch.nn.utils.prune does
         yield module.register_forward_pre_hook(_Hook(self, unit, "enter"), prepend=True)
         yield module.register_forward_hook(_Hook(self, unit, "leave"), always_call=True)
-        yield module.register_state_dict_pre_hook(_Hook(self, unit, "refuse"))
-        yield module.register_load_state_dict_pre_hook(_Hook(self, unit, "refuse"))
+
+    def _guards_on(self, module: nn.Module) -> Iterator[Any]:
+        """Yields the hooks of a module that refuse to copy its own parameters, which may be a part of a unit."""
+        for unit in {self._unit_of[id(each)] for each in module.parameters(recurse=False) if id(each) in self._unit_of}:
+            yield module.register_state_dict_pre_hook(_Hook(self, unit, "refuse"))
+            yield module.register_load_state_dict_pre_hook(_Hook(self, unit, "refuse"))
 
 
 _UNITS_OF: weakref.WeakKeyDictionary[nn.Module, Units] = weakref.WeakKeyDictionary()

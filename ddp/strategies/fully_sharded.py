@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp.comm.communicator import Communicator
-from ddp.errors import ConfigError
+from ddp.errors import ConfigError, Diverged
 from ddp.gradients.layout import Layout
 from ddp.gradients.reducer import ReduceScatter, UnitReduceScatter
 from ddp.replica.broadcast import check_untied
@@ -34,7 +34,7 @@ from ddp.replica.fully_sharded import FullyShardedDataParallel
 from ddp.replica.replica import Replica
 from ddp.replica.units import Units
 from ddp.strategies.sharded import Part, Sharded, Slices, parts_in, share_of
-from ddp.strategies.strategy import Replicated
+from ddp.strategies.strategy import Agreement, Replicated
 
 
 class FullySharded(Sharded):
@@ -76,6 +76,14 @@ class FullySharded(Sharded):
         Replicated.finish(self, alone=alone)
 
     # --- a step ------------------------------------------------------------------------------------------------------
+
+    def agree(self, step: int) -> Agreement:
+        try:
+            return super().agree(step)
+        except Diverged as error:
+            if "nan" in str(error):
+                raise Diverged(f"{error}; a parameter that is read outside of its unit's forward is NaN, too") from None
+            raise
 
     def _gradient_norm(self) -> Tensor:
         slices = self._prepared()
