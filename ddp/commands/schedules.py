@@ -263,8 +263,10 @@ def chosen_pipeline(options: argparse.Namespace) -> tuple[pipelines.Algorithm, T
     if name not in PIPELINES and (options.micro is None or not is_address(name)):
         return None
     options.micro = options.micro or MICRO_BATCHES
-    if options.hosts:
-        raise ValueError(f"--hosts {options.hosts}: a pipeline has one stage per rank, wherever that is; leave it out")
+    for key in ("hosts", "per_host"):
+        if given := vars(options).get(key):
+            option = f"--{key.replace('_', '-')} {given}"
+            raise ValueError(f"{option}: a pipeline has one stage per rank, wherever that is; leave it out")
     if options.num_ranks * options.micro > MOST_COMPUTED:
         raise ValueError(
             f"{options.num_ranks:,} stages and {options.micro:,} micro-batches: a proof follows each micro-batch "
