@@ -20,7 +20,7 @@ from torch import nn
 
 from ddp.comm.communicator import Communicator
 from ddp.gradients.layout import Grouping
-from ddp.gradients.reducer import Collective, UnitReduceScatter
+from ddp.gradients.reducer import Collective, ReduceScatter
 from ddp.replica.bucketed import BucketedDataParallel
 from ddp.replica.in_slices import InSlices
 from ddp.replica.parameters import managed
@@ -47,10 +47,10 @@ class FullyShardedDataParallel(BucketedDataParallel):
 
     def __init__(self, module: nn.Module, *, units: str | None = None, **how: Any) -> None:
         self._pattern = units
-        super().__init__(module, reducer=UnitReduceScatter, **{**how, "direct_gradients": False})
+        super().__init__(module, reducer=ReduceScatter, **{**how, "direct_gradients": False})
 
     def _take_weights(self, comm: Communicator, module: nn.Module, collective: Collective, how: str) -> None:
-        assert isinstance(collective, UnitReduceScatter)
+        assert isinstance(collective, ReduceScatter)
         named = managed(module, inner=Replica)
         self.units = Units(comm, module, named, collective, pattern=self._pattern, sending=how)
         self.accumulation = InSlices(self.units)

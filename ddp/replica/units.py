@@ -343,10 +343,9 @@ class Units:
                 key = parameter.dtype, parameter.requires_grad
                 rest.setdefault(key, []).append(slot := Slot(0, name, parameter))
                 slot.strides = self.strides_of[id(parameter)]
-        gone, before = set(map(id, unit.flats)), unit.flats
-        for bucket in [bucket for bucket, flat in self._flat_of.items() if id(flat) in gone]:
+        for bucket in [bucket for bucket, flat in self._flat_of.items() if flat in unit.flats]:
             del self._flat_of[bucket]
-        for flat in before:  # which a running backward may still read
+        for flat in unit.flats:  # which a running backward may still read
             self._hold(flat, -1)
             self.places.remove(flat)
         unit.flats = []

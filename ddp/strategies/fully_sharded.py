@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from ddp.errors import ConfigError, Diverged
 from ddp.gradients.layout import Layout
-from ddp.gradients.reducer import ReduceScatter, UnitReduceScatter
+from ddp.gradients.reducer import ReduceScatter
 from ddp.replica.broadcast import check_untied
 from ddp.replica.flat import Flat, is_absent
 from ddp.replica.fully_sharded import FullyShardedDataParallel
@@ -47,7 +47,6 @@ class FullySharded(Sharded):
     """
 
     word = "fully_sharded"
-    reducer = UnitReduceScatter
 
     @classmethod
     def replica_of(cls, module: nn.Module, **how: Any) -> FullyShardedDataParallel:
