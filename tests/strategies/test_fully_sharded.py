@@ -335,6 +335,12 @@ def runs() -> None:
     assert [unit.name for unit in first.strategy.units.all] == ["3", ""]
     with pytest.raises(ConfigError, match=r"units='blocks.\*': no module has such a name; there are \*"):
         fitted(module, data, optimizer, strategy=ddp.Averaging(strategy=FULLY, units="blocks.*"), max_steps=2)
+    average, found = ddp.EMA(0.5), []
+    for word, callback in ((FULLY, average), ("mirrored", average), ("mirrored", ddp.EMA(0.5))):
+        module, optimizer = made(mlp, "adamw", torch.float32)
+        how = {"strategy": word, "callbacks": [callback], "test_data": data, "max_steps": 2}
+        found.append(fitted(module, data, optimizer, **how).evaluation)
+    assert found[0] == found[1] == found[2] and found[0]
 
 
 def test_runs_of_one_program_begin_where_the_one_before_has_ended() -> None:
