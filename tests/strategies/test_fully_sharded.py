@@ -148,6 +148,28 @@ def test_a_rank_without_samples_follows_whatever_was_whole_before() -> None:
     run_ranks(followed, 2)
 
 
+# --- a model that one rank alone has whole ---------------------------------------------------------------------------
+
+
+def on_meta() -> None:
+    comm, found = ddp.init(abort_s=20), list[dict[str, Tensor]]()
+    for places in (("cpu", "cpu"), ("cpu", "meta")):
+        with torch.device(places[comm.rank]):
+            module, optimizer = made(cnn, "adamw")
+        state = fitted(module, samples("cnn"), optimizer, strategy=FULLY, max_steps=2)
+        found.append(state.model.state_dict())
+    for name, value in found[0].items():
+        assert torch.equal(value, found[1][name]), name
+    with torch.device("meta" if comm.rank == 0 else "cpu"):
+        module, optimizer = made(cnn, "adamw")
+    with pytest.raises(ConfigError, match=r"0.weight is on the meta device and has no values on rank 0, which "):
+        fitted(module, samples("cnn"), optimizer, strategy=FULLY, max_steps=2)
+
+
+def test_ranks_but_0_may_make_the_model_on_the_meta_device() -> None:
+    run_ranks(on_meta, 2)
+
+
 # --- parameters without a gradient -----------------------------------------------------------------------------------
 
 
