@@ -15,8 +15,9 @@ rank keeps the mean of its slice.
 
 Note "on demand". A hook gathers a unit before its forward, and autograd gathers it again when it unpacks what forward
 has saved: a view of a unit's memory is saved as its place in the unit. At most one unit is whole besides the root and
-those whose forward is running: the next one takes its place. Each gathering has new memory, so what a program has kept
-by itself, such as a view, stays valid, and costs that memory.
+those whose forward is running: the next one takes its place. Over a network that one is gathered ahead, and is whole,
+too. Each gathering has new memory, so what a program has kept by itself, such as a view, stays valid, and costs that
+memory.
 
 Released parameters are absent (`flat.py`): they read as NaN. One that takes part in a forward outside of its unit is
 found when autograd saves it. All ranks use units in one order (`common_order.py`); `in_slices.py` adds up gradients.
