@@ -31,7 +31,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from fnmatch import fnmatchcase
 from functools import partial
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -266,7 +265,6 @@ class Units:
         self.comm, self._module, self.collective = comm, module, collective
         self.is_guarded, self.is_dissolved = True, False
         self._whole: list[Unit] = []  # besides the root
-        self._held = [0] * comm.world_size  # elements, by slice
         self._flat_of: weakref.WeakKeyDictionary[Bucket, Flat] = weakref.WeakKeyDictionary()
         self.places = SavedPlaces(self)
         self.order = CommonOrder(comm, lambda number: self.all[number].title)
@@ -347,18 +345,13 @@ class Units:
         for bucket in [bucket for bucket, flat in self._flat_of.items() if flat in unit.flats]:
             del self._flat_of[bucket]
         for flat in unit.flats:  # which a running backward may still read
-            self._hold(flat, -1)
             self.places.remove(flat)
         unit.flats = []
         for bucket in [*buckets, *(Bucket(0, slots) for slots in rest.values())]:
-            unit.flats.append(flat := Flat(self.comm, bucket, slice_bounds(bucket, self.comm.world_size, self._held)))
-            self._hold(flat, 1)
+            cuts = [flat.bounds for each in self.all for flat in each.flats]
+            held = [sum(bounds[n + 1] - bounds[n] for bounds in cuts) for n in range(self.comm.world_size)]
+            unit.flats.append(flat := Flat(self.comm, bucket, slice_bounds(bucket, self.comm.world_size, held)))
             self.places.add(unit, flat)
-
-    def _hold(self, flat: Flat, sign: int) -> None:
-        """Counts the slices of a flat, or no longer."""
-        for number, (start, stop) in enumerate(pairwise(flat.bounds)):
-            self._held[number] += sign * (stop - start)
 
     # --- gathering ---------------------------------------------------------------------------------------------------
 
