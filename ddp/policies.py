@@ -149,6 +149,8 @@ class Averaging(Buckets):
                     f"region={self.region!r} with strategy={self.strategy!r}: a region is of strategy='central_storage'"
                     " alone; take that, or leave region out"
                 )
+        if not isinstance(self.units, str | None):
+            raise ConfigError(f"units={self.units!r:.60}: give one pattern of names of modules, such as 'blocks.*'")
         if self.units is not None and self.strategy != "fully_sharded":
             raise ConfigError(
                 f"units={self.units!r} with strategy={self.strategy!r}: a model is cut into units by "

@@ -23,7 +23,7 @@ from ddp.collectives.catalog import (
 )
 from ddp.collectives.cost import Link, Network, about_messages, bus_bandwidth, equal_hosts
 from ddp.collectives.picture import svg
-from ddp.collectives.pipelines import ALIASES, PIPELINES, Costs, Timeline
+from ddp.collectives.pipelines import ALIASES, PIPELINES, Costs
 from ddp.collectives.schedule import draw
 from ddp.collectives.simulate import simulate, whole_chunks
 from ddp.commands.registry import parser_of, rate_of, respond, time_of
@@ -132,7 +132,7 @@ def draw_main(words: Sequence[str]) -> int:
 def run_draw(options: argparse.Namespace) -> str:
     """Returns the text that the command prints."""
     if (pipeline := chosen_pipeline(options)) is not None:
-        return draw_pipeline(options, *pipeline)
+        return draw_pipeline(options, pipeline)
     schedule, hosts = chosen_schedule(options)
     if options.svg is None:
         return draw(schedule.algorithm, options.num_ranks)
@@ -175,7 +175,7 @@ def check_main(words: Sequence[str]) -> int:
 def run_check(options: argparse.Namespace) -> str:
     """Returns the text that the command prints."""
     if (pipeline := chosen_pipeline(options)) is not None:
-        return check_pipeline(options, *pipeline)
+        return check_pipeline(options, pipeline)
     schedule, _ = chosen_schedule(options)
     if (parts := num_parts(schedule, options.num_ranks)) > MOST_PARTS_PROVEN:
         raise ValueError(
@@ -227,7 +227,7 @@ def run_simulate(options: argparse.Namespace) -> str:
     if options.per_host is not None and options.hosts:
         raise ValueError("--hosts and --per-host both say who shares a host: leave one out")
     if (pipeline := chosen_pipeline(options)) is not None:
-        return simulate_pipeline(options, *pipeline)
+        return simulate_pipeline(options, pipeline)
     schedule, hosts = chosen_schedule(options, per_host=per_host)
     network = Network(
         hosts=hosts,
@@ -257,22 +257,23 @@ MOST_COMPUTED = 50_000  # forwards of all stages together: some seconds
 MOST_PICTURED = 2048
 
 
-def chosen_pipeline(options: argparse.Namespace) -> tuple[pipelines.Algorithm, Timeline] | None:
-    """Returns the pipeline that the options name, and its proof; None if they name a collective."""
+def chosen_pipeline(options: argparse.Namespace) -> pipelines.Algorithm | None:
+    """Returns the pipeline that the options name; None if they name a collective."""
     name = ALIASES.get(options.schedule, options.schedule)
     if name not in PIPELINES and (options.micro is None or not is_address(name)):
         return None
     options.micro = options.micro or MICRO_BATCHES
-    if options.hosts:
-        raise ValueError(f"--hosts {options.hosts}: a pipeline has one stage per rank, wherever that is; leave it out")
+    for key in ("hosts", "per_host"):
+        if given := vars(options).get(key):
+            option = f"--{key.replace('_', '-')} {given}"
+            raise ValueError(f"{option}: a pipeline has one stage per rank, wherever that is; leave it out")
     if options.num_ranks * options.micro > MOST_COMPUTED:
         raise ValueError(
             f"{options.num_ranks:,} stages and {options.micro:,} micro-batches: a proof follows each micro-batch "
             f"through each stage; take at most {MOST_COMPUTED:,} of them together"
         )
     found: Any = PIPELINES.get(name) or from_address(name, key="schedule", folder=Path.cwd())
-    algorithm = partial(call, found)  # whatever it is, this can be a key
-    return algorithm, pipelines.check(algorithm, options.num_ranks, options.micro)
+    return partial(call, found)  # whatever it is, this can be a key
 
 
 def titled(options: argparse.Namespace) -> str:
@@ -281,7 +282,7 @@ def titled(options: argparse.Namespace) -> str:
     return f"{options.schedule}, {counted(options.num_ranks, 'stage')}, {micro_batches}"
 
 
-def draw_pipeline(options: argparse.Namespace, algorithm: pipelines.Algorithm, _: Timeline) -> str:
+def draw_pipeline(options: argparse.Namespace, algorithm: pipelines.Algorithm) -> str:
     """Returns the drawing, or writes the picture and returns its name."""
     size, title = (options.num_ranks, options.micro), titled(options)
     if options.svg is None:
@@ -295,8 +296,9 @@ def draw_pipeline(options: argparse.Namespace, algorithm: pipelines.Algorithm, _
     return f"{options.svg}: {title}"
 
 
-def check_pipeline(options: argparse.Namespace, _: pipelines.Algorithm, proof: Timeline) -> str:
+def check_pipeline(options: argparse.Namespace, algorithm: pipelines.Algorithm) -> str:
     """Returns what is proven of a pipeline."""
+    proof = pipelines.check(algorithm, options.num_ranks, options.micro)
     return "\n  ".join(
         [
             f"{titled(options)}: proven (each micro-batch passes each stage once forward and once backward)",
@@ -306,7 +308,7 @@ def check_pipeline(options: argparse.Namespace, _: pipelines.Algorithm, proof: T
     )
 
 
-def simulate_pipeline(options: argparse.Namespace, algorithm: pipelines.Algorithm, _: Timeline) -> str:
+def simulate_pipeline(options: argparse.Namespace, algorithm: pipelines.Algorithm) -> str:
     """Returns when a pipeline's step would end."""
     costs = Costs(options.forward, options.backward, options.alpha + options.bytes * 8 / options.rate)
     run = pipelines.simulate(algorithm, options.num_ranks, options.micro, costs)

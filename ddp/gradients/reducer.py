@@ -1,7 +1,7 @@
 """Reducers: each makes one mean of all ranks' buckets, in its own way. Every backward is given one.
 
 AllReduce         every rank gets the mean of the whole bucket
-ReduceScatter     every rank gets the mean of its slice; UnitReduceScatter, of each unit of a model
+ReduceScatter     every rank gets the mean of its slice
 HostReduceScatter every rank gets the mean of the slice that its place on its host stands for
 Compression       a hook of this package sends less than all of it (`compression.py`)
 CommHook          a user's function does what it likes (`replica/drop_in/in_backward.py`)
@@ -148,10 +148,6 @@ class ReduceScatter(Collective):
 
     def _verb_for(self, bucket: Bucket) -> Callable[..., Eventual[Tensor]]:
         return partial(self._comm.reduce_scatter_, bounds=self.bounds_of(bucket))
-
-
-class UnitReduceScatter(ReduceScatter):
-    """Gives every rank the mean of its slice of each unit (`replica/units.py`)."""
 
 
 class HostReduceScatter(ReduceScatter):

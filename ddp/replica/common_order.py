@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ddp.comm.objects import all_gather_object
 from ddp.errors import CollectiveMismatch, ReplicaMismatch
+from ddp.replica.autograd import uncompiled
 
 if TYPE_CHECKING:
     from ddp.comm.communicator import Communicator
@@ -158,6 +159,7 @@ class CommonOrder:
                 "let each rank call the same parts of the model in one order, and resume from the last checkpoint"
             )
 
+    @uncompiled
     def _agree(self, mine: Event | None) -> Event:
         """Returns the event that all ranks with samples announce.
 

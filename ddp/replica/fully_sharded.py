@@ -21,7 +21,7 @@ from torch import nn
 from ddp.comm.communicator import Communicator
 from ddp.gradients.bucket import Bucket, Slot
 from ddp.gradients.layout import Grouping, Layout
-from ddp.gradients.reducer import Collective, UnitReduceScatter
+from ddp.gradients.reducer import Collective, ReduceScatter
 from ddp.replica.bucketed import BucketedDataParallel
 from ddp.replica.by_shards import ByShards
 from ddp.replica.common_order import Event
@@ -75,10 +75,10 @@ class FullyShardedDataParallel(BucketedDataParallel):
 
     def __init__(self, module: nn.Module, *, units: str | None = None, **how: Any) -> None:
         self._pattern = units
-        super().__init__(module, reducer=UnitReduceScatter, **{**how, "direct_gradients": False})
+        super().__init__(module, reducer=ReduceScatter, **{**how, "direct_gradients": False})
 
     def _take_weights(self, comm: Communicator, module: nn.Module, collective: Collective, how: str) -> None:
-        assert isinstance(collective, UnitReduceScatter)
+        assert isinstance(collective, ReduceScatter)
         named = managed(module, inner=Replica)
         self.units = Units(comm, module, named, collective, pattern=self._pattern, sending=how)
         self.accumulation = InSlices(self.units)
@@ -111,7 +111,7 @@ class FullyShardedDataParallel(BucketedDataParallel):
 
     @property
     def measures_parts(self) -> bool:
-        return False  # the gradients of micro-batches are not kept
+        return self.num_shards is not None and super().measures_parts  # else no micro-batch's gradient is kept
 
     # --- a rank without samples --------------------------------------------------------------------------------------
 

@@ -15,8 +15,9 @@ rank keeps the mean of its slice.
 
 Note "on demand". A hook gathers a unit before its forward, and autograd gathers it again when it unpacks what forward
 has saved: a view of a unit's memory is saved as its place in the unit. At most one unit is whole besides the root and
-those whose forward is running: the next one takes its place. Each gathering has new memory, so what a program has kept
-by itself, such as a view, stays valid, and costs that memory.
+those whose forward is running: the next one takes its place. Over a network that one is gathered ahead, and is whole,
+too. Each gathering has new memory, so what a program has kept by itself, such as a view, stays valid, and costs that
+memory.
 
 Released parameters are absent (`flat.py`): they read as NaN. One that takes part in a forward outside of its unit is
 found when autograd saves it. All ranks use units in one order (`common_order.py`); `in_slices.py` adds up gradients.
@@ -30,7 +31,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from fnmatch import fnmatchcase
 from functools import partial
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -188,6 +188,7 @@ class SavedPlaces:
         if flat.whole is not None:
             self._found.pop(flat.whole.data_ptr(), None)
 
+    @uncompiled
     def saving(self) -> AbstractContextManager[None]:
         """Returns a block in which autograd saves places."""
         outer = torch._C._autograd._top_saved_tensors_default_hooks(True) or (None, None)  # of the program
@@ -264,7 +265,6 @@ class Units:
         self.comm, self._module, self.collective = comm, module, collective
         self.is_guarded, self.is_dissolved = True, False
         self._whole: list[Unit] = []  # besides the root
-        self._held = [0] * comm.world_size  # elements, by slice
         self._flat_of: weakref.WeakKeyDictionary[Bucket, Flat] = weakref.WeakKeyDictionary()
         self.places = SavedPlaces(self)
         self.order = CommonOrder(comm, lambda number: self.all[number].title)
@@ -286,6 +286,7 @@ class Units:
         give_back_large_blocks()  # else free blocks of many sizes would be kept, and no memory saved
         broadcast_state(comm, module.named_buffers())
         self._handles = [handle for unit in self.all for handle in self._hooks_on(unit)]
+        self._handles += [handle for each in module.modules() for handle in self._guards_on(each)]
         _UNITS_OF[module] = self
 
     def in_words(self) -> str:
@@ -341,22 +342,16 @@ class Units:
                 key = parameter.dtype, parameter.requires_grad
                 rest.setdefault(key, []).append(slot := Slot(0, name, parameter))
                 slot.strides = self.strides_of[id(parameter)]
-        gone, before = set(map(id, unit.flats)), unit.flats
-        for bucket in [bucket for bucket, flat in self._flat_of.items() if id(flat) in gone]:
+        for bucket in [bucket for bucket, flat in self._flat_of.items() if flat in unit.flats]:
             del self._flat_of[bucket]
-        for flat in before:  # which a running backward may still read
-            self._hold(flat, -1)
+        for flat in unit.flats:  # which a running backward may still read
             self.places.remove(flat)
         unit.flats = []
         for bucket in [*buckets, *(Bucket(0, slots) for slots in rest.values())]:
-            unit.flats.append(flat := Flat(self.comm, bucket, slice_bounds(bucket, self.comm.world_size, self._held)))
-            self._hold(flat, 1)
+            cuts = [flat.bounds for each in self.all for flat in each.flats]
+            held = [sum(bounds[n + 1] - bounds[n] for bounds in cuts) for n in range(self.comm.world_size)]
+            unit.flats.append(flat := Flat(self.comm, bucket, slice_bounds(bucket, self.comm.world_size, held)))
             self.places.add(unit, flat)
-
-    def _hold(self, flat: Flat, sign: int) -> None:
-        """Counts the slices of a flat, or no longer."""
-        for number, (start, stop) in enumerate(pairwise(flat.bounds)):
-            self._held[number] += sign * (stop - start)
 
     # --- gathering ---------------------------------------------------------------------------------------------------
 
@@ -586,8 +581,12 @@ class Units:
         # before those of the program, which may compute weights, as torch.nn.utils.prune does
         yield module.register_forward_pre_hook(_Hook(self, unit, "enter"), prepend=True)
         yield module.register_forward_hook(_Hook(self, unit, "leave"), always_call=True)
-        yield module.register_state_dict_pre_hook(_Hook(self, unit, "refuse"))
-        yield module.register_load_state_dict_pre_hook(_Hook(self, unit, "refuse"))
+
+    def _guards_on(self, module: nn.Module) -> Iterator[Any]:
+        """Yields the hooks of a module that refuse to copy its own parameters, which may be a part of a unit."""
+        for unit in {self._unit_of[id(each)] for each in module.parameters(recurse=False) if id(each) in self._unit_of}:
+            yield module.register_state_dict_pre_hook(_Hook(self, unit, "refuse"))
+            yield module.register_load_state_dict_pre_hook(_Hook(self, unit, "refuse"))
 
 
 _UNITS_OF: weakref.WeakKeyDictionary[nn.Module, Units] = weakref.WeakKeyDictionary()

@@ -24,17 +24,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddp.comm.communicator import Communicator
-from ddp.errors import ConfigError
+from ddp.errors import ConfigError, Diverged
 from ddp.gradients.layout import Layout
-from ddp.gradients.reducer import ReduceScatter, UnitReduceScatter
+from ddp.gradients.reducer import ReduceScatter
 from ddp.replica.broadcast import check_untied
 from ddp.replica.flat import Flat, is_absent
 from ddp.replica.fully_sharded import FullyShardedDataParallel
 from ddp.replica.replica import Replica
 from ddp.replica.units import Units
 from ddp.strategies.sharded import Part, Sharded, Slices, parts_in, share_of
-from ddp.strategies.strategy import Replicated
+from ddp.strategies.strategy import Agreement, Replicated
 
 
 class FullySharded(Sharded):
@@ -48,7 +47,6 @@ class FullySharded(Sharded):
     """
 
     word = "fully_sharded"
-    reducer = UnitReduceScatter
 
     @classmethod
     def replica_of(cls, module: nn.Module, **how: Any) -> FullyShardedDataParallel:
@@ -77,11 +75,13 @@ class FullySharded(Sharded):
 
     # --- a step ------------------------------------------------------------------------------------------------------
 
-    def _gradient_norm(self) -> Tensor:
-        slices = self._prepared()
-        assert isinstance(slices, UnitSlices)
-        slices.take_gradients()
-        return super()._gradient_norm()
+    def agree(self, step: int) -> Agreement:
+        try:
+            return super().agree(step)
+        except Diverged as error:
+            if "nan" in str(error):
+                raise Diverged(f"{error}; a parameter that is read outside of its unit's forward is NaN, too") from None
+            raise
 
     def _sum(self, found: Tensor, what: str) -> None:
         order = self.units.order
@@ -109,7 +109,7 @@ class FullySharded(Sharded):
         return share_of(part.start, part.stop, like, value)
 
     def _slices_of(self, layout: Layout) -> Slices:
-        return UnitSlices(self._comm, layout, self._collective, self.units)
+        return UnitSlices(layout, self._collective, self.units)
 
     # --- the whole state ---------------------------------------------------------------------------------------------
 
@@ -178,39 +178,30 @@ class UnitSlices(Slices):
         ConfigError: parameters have another type than when they were cut.
     """
 
-    def __init__(self, comm: Communicator, layout: Layout, collective: ReduceScatter, units: Units) -> None:
+    def __init__(self, layout: Layout, collective: ReduceScatter, units: Units) -> None:
+        self._flats = {bucket: units.flat_of(bucket) for bucket in layout.buckets}
         for slot in layout.slots:
-            flat = units.flat_of(layout.buckets[layout.index_of[id(slot.parameter)]])
+            flat = self._flats[layout.buckets[layout.index_of[id(slot.parameter)]]]
             if slot.parameter.dtype is not flat.dtype:
                 raise ConfigError(
                     f"{slot.name} was {flat.dtype} and is {slot.parameter.dtype} since strategy='fully_sharded' was "
                     "made: convert the model first"
                 )
-        super().__init__(layout, collective, {bucket: units.flat_of(bucket).mine for bucket in layout.buckets})
-        places: dict[int, tuple[Flat, int, int]] = {}  # of each part in the slice of its unit
-        for bucket in layout.buckets:
-            first, last = collective.slice_of(bucket)
-            for slot, _, begin, end in parts_in(bucket, first, last):
-                places[slot.index] = units.flat_of(bucket), begin - first, end - first
-        self._places = [places[index] for index in sorted(places)]
-        self._without_gradients()
+        super().__init__(layout, collective, {bucket: flat.mine for bucket, flat in self._flats.items()})
 
-    def take_gradients(self) -> None:
+    def take_in(self) -> None:
         """Finds the gradients of a step in the memory that its backward has taken for them."""
-        if self.layout.lends:
-            self.parts = [
-                part._replace(gradient=flat.gradient[begin:end].view_as(part.weights))
-                for part, (flat, begin, end) in zip(self.parts, self._places, strict=True)
-            ]
+        for number, part in enumerate(self.parts):
+            flat = self._flats[self.layout.buckets[self.layout.index_of[id(part.whole)]]]
+            mine = flat.gradient if self.layout.lends else flat.bucket.gradients[flat.start : flat.stop]
+            like = part.weights  # whose place in the slice of the unit is that of the gradient
+            gradient = mine.as_strided(like.shape, like.stride(), mine.storage_offset() + like.storage_offset())
+            self.parts[number] = part._replace(gradient=gradient)
 
     def drop_gradients(self) -> None:
-        """Frees the memory of the gradients."""
-        for part in self.parts:
+        """Frees the memory of the gradients, unless a bucket has it."""
+        for number, part in enumerate(self.parts):
             part.weights.grad = None
-        self._without_gradients()
-        for flat, _, _ in self._places if self.layout.lends else ():
+            self.parts[number] = part._replace(gradient=part.weights.detach().new_empty(0))
+        for flat in self._flats.values() if self.layout.lends else ():
             flat.drop_gradient()
-
-    def _without_gradients(self) -> None:
-        if self.layout.lends:
-            self.parts = [part._replace(gradient=part.weights.detach().new_empty(0)) for part in self.parts]

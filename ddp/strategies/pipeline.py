@@ -391,8 +391,9 @@ class Pipeline:
         except ScheduleError as error:
             raise ConfigError(f"schedule: {error}") from error
         if num_micro < self.num_stages and self.comm.rank == 0:
-            idle = f"they idle for {float(bubble(self.num_stages, num_micro)):.0%} of the time; make micro_size smaller"
-            warnings.warn(f"{num_micro} micro-batches on {self.num_stages} stages: {idle}", stacklevel=4)  # shown once
+            few = f"fewer micro-batches ({num_micro}) than stages ({self.num_stages}), which"
+            idle = f"idle for {float(bubble(self.num_stages, num_micro)):.0%} of the time; make micro_size smaller"
+            warnings.warn(f"{few} {idle}", stacklevel=4)  # shown once
         return digest(self._algorithm, self.num_stages, num_micro)
 
     # --- between steps -----------------------------------------------------------------------------------------------

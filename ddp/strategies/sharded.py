@@ -188,6 +188,7 @@ class Sharded(Replicated):
         kept = {each: state for each, state in whole.items() if each in mine or id(each) not in layout.slot_of}
         self.optimizer.state = defaultdict(dict, kept)
         self._take_in()
+        self._slices.take_in()
         return self._slices
 
     def _slices_of(self, layout: Layout) -> Slices:
@@ -404,25 +405,28 @@ def parts_of(layout: Layout, collective: ReduceScatter, slices: Mapping[Bucket, 
     """Returns the parts that this rank updates, in the order of the layout's parameters, whose memory is dense.
 
     Args:
-        slices: by bucket, the memory of this rank's slice of the parameters; None: it is that of the parameters.
+        slices: by bucket, the memory of this rank's slice of the parameters, whose gradients are elsewhere in each
+            step; None: parameters and gradients are whole.
     """
     numbers = block_numbers(layout)
     parts: dict[int, Part] = {}
     for bucket in layout.buckets:
         first, last = collective.slice_of(bucket)
-        of_bucket = first if layout.lends else 0  # then the bucket has no more than this rank's slice
         for slot, start, begin, end in parts_in(bucket, first, last):
             blocks, skipped = numbers[slot.index], (begin - start) // BLOCK_NUMEL
             shape = [-1] if slot.parameter.dim() else []
-            weights = share_of(begin - start, end - start, slot.parameter, slot.parameter.detach())
-            if slices is not None:
+            if slices is None:
+                weights = share_of(begin - start, end - start, slot.parameter, slot.parameter.detach())
+                gradient = bucket.flat[begin:end].view(shape)
+            else:
                 weights = slices[bucket][begin - first : end - first].view(shape)
+                gradient = weights.new_empty(0)
             parts[slot.index] = Part(
                 slot.parameter,
                 begin - start,
                 end - start,
                 nn.Parameter(weights),
-                bucket.flat[begin - of_bucket : end - of_bucket].view(shape),
+                gradient,
                 blocks[skipped : skipped + num_blocks(end - begin)],
                 blocks,
             )
@@ -454,7 +458,7 @@ class Slices:
         self.blocks = block_numbers(layout)
 
     def take_in(self) -> None:
-        """Moves parameters that the program has moved out back to the memory of the parts."""
+        """Moves parameters that the program has moved out back to the memory of the parts, before these are used."""
 
     def give_back(self) -> None:
         """Moves each parameter to its own memory, if it shares memory with others."""

@@ -200,7 +200,8 @@ class Replicated:
     @classmethod
     def takes(cls, replica: Replica) -> bool:
         """Returns True if a replica gives each rank the gradients that this strategy needs."""
-        return type(replica.collective) is cls.reducer or (replica.collective is None and not cls.needs_buckets)
+        has_mine = type(replica.collective) is cls.reducer and replica.is_whole
+        return has_mine or (replica.collective is None and not cls.needs_buckets)
 
     @contextmanager
     def micro_batch(self, *, is_last: bool = True, synchronous: bool = False) -> Iterator[int]:

@@ -255,6 +255,7 @@ def refused(capsys: pytest.CaptureFixture[str], words: str) -> str:
         ("check ring 4 --micro 3", "--micro 3: ring is no pipeline; leave it out, or take gpipe or one_forward_one"),
         ("check gpip 4", "Did you mean gpipe?"),
         ("draw gpipe 4 --hosts 2,2", "--hosts 2,2: a pipeline has one stage per rank, wherever that is; leave it out"),
+        ("simulate gpipe 4 --per-host 2", "--per-host 2: a pipeline has one stage per rank, wherever that is"),
         ("check gpipe 4 --micro 0", "--micro: 0: give a whole number from 1 to 10,000"),
         ("check gpipe 1000 --micro 1000", "a proof follows each micro-batch through each stage; take at most 50,000"),
         ("draw gpipe 64 --micro 64 --svg a.svg", "take at most 2,048 micro-batches of all stages together"),

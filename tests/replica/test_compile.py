@@ -18,6 +18,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import ddp
 from ddp.replica.broadcast import verify_replicas
+from ddp.strategies import FullySharded
+from ddp.strategies import step as step_of
 
 TINY = {"first_bucket_mb": 1e-6, "bucket_cap_mb": 1e-6}  # a bucket for every parameter
 NUM_STEPS = 3
@@ -156,3 +158,28 @@ def all_cases() -> None:
 @pytest.mark.slow
 def test_compiled_replicas_have_the_gradients_of_eager_ones() -> None:
     run_ranks(all_cases, 2, timeout_s=60)
+
+
+def in_slices() -> None:
+    """A model in slices agrees on the order of units around the graphs, here by messages, which no graph can hold."""
+    ddp.init(abort_s=20, shared_memory=False)
+    losses = []
+    for backend in ("eager", Counting()):
+        torch.manual_seed(0)
+        net = Net(has_spare=False)
+        strategy = FullySharded(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        compiled = torch.compile(strategy.model, backend=backend) if isinstance(backend, Counting) else strategy.model
+        for _ in range(NUM_STEPS):
+            strategy.optimizer.zero_grad()
+            loss = compiled(torch.ones(6, 8).cumsum(0)).square().mean()
+            loss.backward()
+            step_of(strategy)
+        losses.append(loss.item())
+        strategy.finish()
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert isinstance(backend, Counting) and backend.num_operations >= len(net.body), "the module was not compiled"
+
+
+@pytest.mark.slow
+def test_a_model_in_slices_is_compiled_between_its_collectives() -> None:
+    run_ranks(in_slices, 2, timeout_s=60)

@@ -27,7 +27,7 @@ from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import ddp
-from ddp.errors import ConfigError
+from ddp.errors import ConfigError, Diverged
 from ddp.gradients.bucket import Bucket, Slot
 from ddp.gradients.reducer import slice_bounds
 from ddp.replica.flat import absent, is_absent
@@ -459,11 +459,13 @@ def released(comm: ddp.Communicator) -> None:
     module = strategy.model.module
     for name, parameter in module.named_parameters():
         assert parameter.isnan().all() and parameter.shape == dict(Net().named_parameters())[name].shape
-    for act in (module.state_dict, module.blocks[1].state_dict, lambda: module.load_state_dict(Net().state_dict())):
+    parts = module.blocks[1], module.blocks[1][2], module.first  # a unit, a part of one, and of the root
+    states = [each.state_dict for each in (module, *parts)]
+    for act in (*states, lambda: module.load_state_dict(Net().state_dict())):
         with pytest.raises(ConfigError, match=rf"(the root unit|unit blocks.1) is {IN_TURN}"):
             act()
     for act in (copy.deepcopy, cloudpickle.dumps, lambda each: torch.save(each, io.BytesIO(), cloudpickle)):
-        for each in (module, module.blocks[2]):
+        for each in (module, *parts):
             with pytest.raises(ConfigError, match=IN_TURN):
                 act(each)
     shapes = {name: value.shape for name, value in form_of(module).items()}
@@ -532,7 +534,10 @@ def outside(comm: ddp.Communicator) -> None:
     strategy = made()
     module = strategy.model.module
     handle = module.register_forward_hook(lambda module, _, outputs: outputs + module.blocks[1][2].bias.sum())
-    assert strategy.model(X).isnan().all()
+    plain(strategy, *mine(), 0)
+    with pytest.raises(Diverged, match="a parameter that is read outside of its unit's forward is NaN, too"):
+        step(strategy)
+    strategy.optimizer.zero_grad()
     handle.remove()
     for use in (
         lambda module, inputs, outputs: outputs * module.blocks[1][0].weight.square().sum(),

@@ -167,6 +167,8 @@ def test_a_pattern_of_units_belongs_to_fully_sharded() -> None:
     plain = {"strategy": {"name": "fully_sharded", "units": "blocks.*"}}
     assert components.averaging_of(from_plain(plain)) == expected
     assert components.averaging_of(from_plain({"strategy": {"name": "fully_sharded"}})).units is None
+    said = refused_with(lambda: ddp.Averaging(strategy="fully_sharded", units=["a.*"]))  # type: ignore[arg-type]
+    assert said == "units=['a.*']: give one pattern of names of modules, such as 'blocks.*'"
     assert refused_with(lambda: ddp.Averaging(units="a")).startswith(
         "units='a' with strategy='auto': a model is cut into units by strategy='fully_sharded' alone; take that, or"
     )

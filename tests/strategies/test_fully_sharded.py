@@ -148,6 +148,28 @@ def test_a_rank_without_samples_follows_whatever_was_whole_before() -> None:
     run_ranks(followed, 2)
 
 
+# --- a model that one rank alone has whole ---------------------------------------------------------------------------
+
+
+def on_meta() -> None:
+    comm, found = ddp.init(abort_s=20), list[dict[str, Tensor]]()
+    for places in (("cpu", "cpu"), ("cpu", "meta")):
+        with torch.device(places[comm.rank]):
+            module, optimizer = made(cnn, "adamw")
+        state = fitted(module, samples("cnn"), optimizer, strategy=FULLY, max_steps=2)
+        found.append(state.model.state_dict())
+    for name, value in found[0].items():
+        assert torch.equal(value, found[1][name]), name
+    with torch.device("meta" if comm.rank == 0 else "cpu"):
+        module, optimizer = made(cnn, "adamw")
+    with pytest.raises(ConfigError, match=r"0.weight is on the meta device and has no values on rank 0, which "):
+        fitted(module, samples("cnn"), optimizer, strategy=FULLY, max_steps=2)
+
+
+def test_ranks_but_0_may_make_the_model_on_the_meta_device() -> None:
+    run_ranks(on_meta, 2)
+
+
 # --- parameters without a gradient -----------------------------------------------------------------------------------
 
 
@@ -335,6 +357,12 @@ def runs() -> None:
     assert [unit.name for unit in first.strategy.units.all] == ["3", ""]
     with pytest.raises(ConfigError, match=r"units='blocks.\*': no module has such a name; there are \*"):
         fitted(module, data, optimizer, strategy=ddp.Averaging(strategy=FULLY, units="blocks.*"), max_steps=2)
+    average, found = ddp.EMA(0.5), []
+    for word, callback in ((FULLY, average), ("mirrored", average), ("mirrored", ddp.EMA(0.5))):
+        module, optimizer = made(mlp, "adamw", torch.float32)
+        how = {"strategy": word, "callbacks": [callback], "test_data": data, "max_steps": 2}
+        found.append(fitted(module, data, optimizer, **how).evaluation)
+    assert found[0] == found[1] == found[2] and found[0]
 
 
 def test_runs_of_one_program_begin_where_the_one_before_has_ended() -> None:

@@ -509,6 +509,6 @@ def few(num_micro: int) -> list[str]:
 
 
 def test_few_micro_batches_are_warned_of_once_where_the_step_is() -> None:
-    says = "2 micro-batches on 4 stages: they idle for 60% of the time; make micro_size smaller"
+    says = "fewer micro-batches (2) than stages (4), which idle for 60% of the time; make micro_size smaller"
     assert run_ranks(few, 1, 2) == [[f"test_pipeline.py: {says}"]]
     assert run_ranks(few, 1, 4) == [[]]

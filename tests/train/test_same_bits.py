@@ -156,7 +156,7 @@ def members_on(world_size: int) -> list[str]:
 
 def twins_on(world_size: int) -> list[tuple[str, str]]:
     twins = [(name, strategy) for name, strategies in TWINS.items() for strategy in strategies]
-    return {1: [], 3: twins}.get(world_size, twins[:4])
+    return {1: [], 3: twins}.get(world_size, [*twins[:4], ("adamw", "fully_sharded")])
 
 
 # --- one run ---------------------------------------------------------------------------------------------------------

@@ -206,16 +206,48 @@ class EMA(Callback):
     @checked
     def __init__(self, decay: Below1 = 0.999) -> None:
         self._average = get_ema_multi_avg_fn(decay)
-        self.averaged: AveragedModel | None = None
-        self._slices: SliceAverages | None = None
+        self._averages: WholeAverages | SliceAverages | None = None
+
+    @property
+    def averaged(self) -> AveragedModel | None:
+        return None if self._averages is None else self._averages.model
 
     def fit_start(self, state: TrainState) -> None:
-        if state.model.units is not None:
-            self._slices = SliceAverages(state.model.units, self._average)
-            return
+        units = state.model.units
+        self._averages = WholeAverages(state, self._average) if units is None else SliceAverages(units, self._average)
+
+    @torch.no_grad()
+    def step_end(self, state: TrainState, report: StepReport) -> None:
+        assert self._averages is not None
+        self._averages.update(state)
+
+    def evaluating(self, state: TrainState) -> AbstractContextManager[None]:
+        assert self._averages is not None
+        return self._averages.replacing(state)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self._averages is None else self._averages.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        assert self._averages is not None
+        self._averages.load_state_dict(state)
+
+
+class WholeAverages:
+    """The averages of a model that every rank has.
+
+    Attributes:
+        model: has the averages as its weights.
+
+    Raises:
+        ConfigError: the model cannot be copied.
+    """
+
+    def __init__(self, state: TrainState, average: Callable[..., None]) -> None:
         check_untied(state.model.module, "EMA", instead="no EMA", buffers_alone=True)
+        self._average = average
         try:
-            self.averaged = AveragedModel(state.model.module, multi_avg_fn=self._average)
+            self.model = AveragedModel(state.model.module, multi_avg_fn=average)
         except (RuntimeError, TypeError) as error:  # of copy.deepcopy
             reason = str(error).partition(". ")[0]
             raise ConfigError(
@@ -223,39 +255,31 @@ class EMA(Callback):
                 f"({reason}): let it hold no lock, file or computed tensor, and for weight norm take "
                 "torch.nn.utils.parametrizations.weight_norm"
             ) from error
-        for average, weights in zip(self.averaged.module.parameters(), _weights(state), strict=True):
-            average.data = weights.detach().clone()
+        for mean, weights in zip(self.model.module.parameters(), _weights(state), strict=True):
+            mean.data = weights.detach().clone()
 
-    @torch.no_grad()
-    def step_end(self, state: TrainState, report: StepReport) -> None:
-        if self._slices is not None:
-            self._slices.update()
-            return
+    def update(self, state: TrainState) -> None:
+        """Averages the weights of one more step."""
         # as `update_parameters` of AveragedModel, which keeps the host waiting for a GPU
-        assert self.averaged is not None
-        averages, weights = list(self.averaged.parameters()), list(_weights(state))
-        if self.averaged.n_averaged:
+        averages, weights = list(self.model.parameters()), list(_weights(state))
+        if self.model.n_averaged:
             for (into, now), _ in _group_tensors_by_device_and_dtype([averages, weights]).values():  # type: ignore
-                self._average(into, now, self.averaged.n_averaged)
+                self._average(into, now, self.model.n_averaged)
         else:
             _copy(averages, weights)
-        _copy(list(self.averaged.module.buffers()), list(state.model.module.buffers()))
-        self.averaged.n_averaged += 1
+        _copy(list(self.model.module.buffers()), list(state.model.module.buffers()))
+        self.model.n_averaged += 1
 
     @contextmanager
-    def evaluating(self, state: TrainState) -> Iterator[None]:
-        if self._slices is not None:
-            with self._slices.replacing():
-                yield
-            return
-        assert self.averaged is not None
-        if not self.averaged.n_averaged:
+    def replacing(self, state: TrainState) -> Iterator[None]:
+        """Computes with the averages for a block."""
+        if not self.model.n_averaged:
             yield
             return
         # Their memory is exchanged, and not written to: with central storage other ranks have it, too.
         parameters = list(state.model.module.parameters())
         before = [parameter.data for parameter in parameters]
-        for parameter, average in zip(parameters, self.averaged.module.parameters(), strict=True):
+        for parameter, average in zip(parameters, self.model.module.parameters(), strict=True):
             parameter.data = average.detach().to(parameter)
         try:
             yield
@@ -264,16 +288,12 @@ class EMA(Callback):
                 parameter.data = data
 
     def state_dict(self) -> dict[str, Any]:
-        if self._slices is not None:
-            return self._slices.state_dict()
-        return {} if self.averaged is None else dict(self.averaged.state_dict())
+        """Returns the averages."""
+        return dict(self.model.state_dict())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if self._slices is not None:
-            self._slices.load_state_dict(state)
-            return
-        assert self.averaged is not None
-        self.averaged.load_state_dict(state)
+        """Resumes from such a state."""
+        self.model.load_state_dict(state)
 
 
 class SliceAverages:
@@ -283,11 +303,13 @@ class SliceAverages:
         num_averaged: number of steps.
     """
 
+    model = None
+
     def __init__(self, units: Units, average: Callable[..., None]) -> None:
         self._units, self._average, self.num_averaged = units, average, 0
         self._means = [each.clone() for each in units.slices()]
 
-    def update(self) -> None:
+    def update(self, _: TrainState) -> None:
         """Averages the weights of one more step.
 
         Raises:
@@ -305,7 +327,7 @@ class SliceAverages:
             _copy(self._means, now)
         self.num_averaged += 1
 
-    def replacing(self) -> AbstractContextManager[None]:
+    def replacing(self, _: TrainState) -> AbstractContextManager[None]:
         """Computes with the averages for a block."""
         return self._units.replaced(self._means) if self.num_averaged else nullcontext()
 
