@@ -197,11 +197,12 @@ class SavedPlaces:
     def _pack(self, outer: Callable[[Tensor], Any] | None, tensor: Tensor) -> Any:
         try:
             address, strides = tensor.untyped_storage().data_ptr(), tensor.stride()
+            own_address = tensor.data_ptr()
         except RuntimeError:  # sparse, or nested: it has no memory of its own
             return tensor if outer is None else outer(tensor)
         found = self._found.get(address)
         if found is None and tensor.dim() and not any(strides):
-            self._check_inside(address)
+            self._check_inside(own_address)
         if found is None or tensor.dtype is not found[1].dtype or tensor.is_conj() or tensor.is_neg():
             return tensor if outer is None else outer(tensor)
         return _Saved(*found, tensor.shape, strides, int(tensor.storage_offset()), found[1].version)
@@ -583,6 +584,8 @@ class Units:
 
     def _hooks_on(self, unit: Unit) -> Iterator[Any]:
         module = unit.module
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ConfigError(f"{unit.title} is a ScriptModule, which takes no hooks: give the module before torch.jit")
         # before those of the program, which may compute weights, as torch.nn.utils.prune does
         yield module.register_forward_pre_hook(_Hook(self, unit, "enter"), prepend=True)
         yield module.register_forward_hook(_Hook(self, unit, "leave"), always_call=True)

@@ -33,7 +33,7 @@ from ddp.replica.flat import Flat, is_absent
 from ddp.replica.fully_sharded import FullyShardedDataParallel
 from ddp.replica.replica import Replica
 from ddp.replica.units import Units
-from ddp.strategies.sharded import Part, Sharded, Slices, parts_in, share_of
+from ddp.strategies.sharded import NO_GRADIENTS, Part, Sharded, Slices, parts_in, share_of
 from ddp.strategies.strategy import Replicated
 
 
@@ -49,6 +49,7 @@ class FullySharded(Sharded):
 
     word = "fully_sharded"
     reducer = UnitReduceScatter
+    _num_taken = 0  # backwards whose gradients the steps have taken
 
     @classmethod
     def replica_of(cls, module: nn.Module, **how: Any) -> FullyShardedDataParallel:
@@ -78,6 +79,9 @@ class FullySharded(Sharded):
     # --- a step ------------------------------------------------------------------------------------------------------
 
     def _gradient_norm(self) -> Tensor:
+        if self.model.num_steps == self._num_taken:  # there are none, or sums over micro-batches
+            raise RuntimeError(NO_GRADIENTS)
+        self._num_taken = self.model.num_steps
         slices = self._prepared()
         assert isinstance(slices, UnitSlices)
         slices.take_gradients()

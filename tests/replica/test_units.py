@@ -15,6 +15,7 @@ import io
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import cloudpickle
@@ -473,17 +474,43 @@ def released(comm: ddp.Communicator) -> None:
             act(module.first.weight)
 
 
+def halve(parameter: nn.Parameter) -> None:
+    with torch.no_grad():
+        parameter.fill_(0.5)
+
+
+def halve_data(parameter: nn.Parameter) -> None:
+    parameter.data.fill_(0.5)
+
+
+def replace_data(parameter: nn.Parameter) -> None:
+    parameter.data = torch.full(parameter.shape, 0.5)
+
+
 def written(comm: ddp.Communicator) -> None:
-    """Torch does not refuse some writes: to one element, and of one value."""
-    strategy = made()
-    for name in ("scale", "blocks.1.0.weight"):
-        with torch.no_grad():
-            strategy.model.module.get_parameter(name).fill_(0.5)
-        with pytest.raises(ConfigError, match=f"{name} was written to while it was released, which has changed no ra"):
-            strategy.model(mine()[0])
-    assert strategy.model(mine()[0]).isfinite().all()
-    with strategy.model.whole():
-        assert strategy.model.module.scale == 1
+    """Torch does not refuse some writes: to one element, of one value, another tensor, and those of a forward."""
+    for name, unit in (("scale", ""), ("blocks.1.0.weight", "blocks.1")):
+        says = f"{name} was written to outside of `with model.whole.*, which has changed no rank's slice"
+        strategy = made()
+        parameter = strategy.model.module.get_parameter(name)
+        for act in (halve, halve_data, replace_data):
+            act(parameter)
+            with pytest.raises(ConfigError, match=says):
+                strategy.model(mine()[0])
+        assert strategy.model(mine()[0]).isfinite().all()
+        with strategy.model.whole():
+            assert strategy.model.module.scale == 1
+        for act in (halve, replace_data):
+            strategy = made()
+            parameter = strategy.model.module.get_parameter(name)
+            strategy.model.module.get_submodule(unit).register_forward_pre_hook(partial(write, act, parameter))
+            with pytest.raises(ConfigError, match=says):
+                plain(strategy, *mine(), 0)
+                step(strategy)
+
+
+def write(act: Callable[[nn.Parameter], None], parameter: nn.Parameter, *_: Any) -> None:
+    act(parameter)
 
 
 def whole(comm: ddp.Communicator) -> None:
@@ -525,6 +552,42 @@ def without_zero_grad(comm: ddp.Communicator) -> None:
     step(strategy)
     with pytest.raises(RuntimeError, match=r"has the gradient of the last step, which is in slices.*call zero_grad"):
         plain(strategy, *mine(), 0)
+
+
+def without_backward(comm: ddp.Communicator) -> None:
+    """A step has the gradients of one backward, which has averaged them."""
+
+    def inside_no_sync(strategy: Strategy) -> None:
+        with strategy.model.no_sync():
+            plain(strategy, *mine(), 0)
+
+    def of_the_module(strategy: Strategy) -> None:
+        F.cross_entropy(strategy.model.module(mine()[0]), mine()[1]).backward()
+
+    def by_hand(strategy: Strategy) -> None:
+        parameters = list(strategy.model.parameters())
+        found = torch.autograd.grad(loss_of(strategy, *mine()), parameters)
+        for parameter, gradient in zip(parameters, found, strict=True):
+            parameter.grad = gradient
+
+    for act in (inside_no_sync, of_the_module, by_hand):
+        for kind in (Sharded, FullySharded):
+            strategy = made(kind)
+            act(strategy)
+            with pytest.raises(RuntimeError, match="no backward has averaged gradients for this step: before each"):
+                step(strategy)
+    strategy = made()
+    plain(strategy, *mine(), 0)
+    step(strategy)
+    with pytest.raises(RuntimeError, match="no backward has averaged gradients for this step"):
+        step(strategy)
+
+
+def scripted(comm: ddp.Communicator) -> None:
+    net = Net()
+    net.blocks[1] = torch.jit.script(net.blocks[1])
+    with pytest.raises(ConfigError, match=r"unit blocks\.1 is a ScriptModule, which takes no hooks"):
+        FullySharded(net, torch.optim.SGD(net.parameters()))
 
 
 def outside(comm: ddp.Communicator) -> None:
@@ -658,7 +721,7 @@ def memory(comm: ddp.Communicator) -> None:
 
 CASES = (
     *(programs, micro_batches, released, written, whole, without_zero_grad, outside, updated_between, transforms),
-    *(sparse_gradient, memory),
+    *(without_backward, scripted, sparse_gradient, memory),
 )
 
 
