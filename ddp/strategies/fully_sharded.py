@@ -49,7 +49,7 @@ class FullySharded(Sharded):
 
     word = "fully_sharded"
     reducer = UnitReduceScatter
-    _num_taken = 0  # backwards whose gradients the steps have taken
+    _num_taken = 0  # the number of backwards at the last update
 
     @classmethod
     def replica_of(cls, module: nn.Module, **how: Any) -> FullyShardedDataParallel:
@@ -81,7 +81,6 @@ class FullySharded(Sharded):
     def _gradient_norm(self) -> Tensor:
         if self.model.num_steps == self._num_taken:  # there are none, or sums over micro-batches
             raise RuntimeError(NO_GRADIENTS)
-        self._num_taken = self.model.num_steps
         slices = self._prepared()
         assert isinstance(slices, UnitSlices)
         slices.take_gradients()
@@ -101,6 +100,7 @@ class FullySharded(Sharded):
         self.units.release()
         assert isinstance(self._slices, UnitSlices)
         self._slices.drop_gradients()
+        self._num_taken = self.model.num_steps
 
     @torch.no_grad()
     def _take_gradient(self, part: Part) -> None:
