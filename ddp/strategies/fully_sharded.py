@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp.comm.communicator import Communicator
-from ddp.errors import ConfigError
+from ddp.errors import ConfigError, Diverged
 from ddp.gradients.layout import Layout
 from ddp.gradients.reducer import ReduceScatter, UnitReduceScatter
 from ddp.replica.broadcast import check_untied
@@ -34,7 +34,9 @@ from ddp.replica.fully_sharded import FullyShardedDataParallel
 from ddp.replica.replica import Replica
 from ddp.replica.units import Units
 from ddp.strategies.sharded import NO_GRADIENTS, Part, Sharded, Slices, parts_in, share_of
-from ddp.strategies.strategy import Replicated
+from ddp.strategies.strategy import Agreement, Replicated
+
+REMEDY = "a penalty on weights, say, is computed in the forward of their unit, and kept there for the loss"
 
 
 class FullySharded(Sharded):
@@ -77,6 +79,12 @@ class FullySharded(Sharded):
         Replicated.finish(self, alone=alone)
 
     # --- a step ------------------------------------------------------------------------------------------------------
+
+    def agree(self, step: int) -> Agreement:
+        try:
+            return super().agree(step)
+        except Diverged as error:
+            raise Diverged(f"{error}. Released parameters are NaN: {REMEDY}") from error
 
     def _gradient_norm(self) -> Tensor:
         if self.model.num_steps == self._num_taken:  # there are none, or sums over micro-batches

@@ -28,7 +28,7 @@ from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import ddp
-from ddp.errors import ConfigError
+from ddp.errors import ConfigError, Diverged
 from ddp.gradients.bucket import Bucket, Slot
 from ddp.gradients.reducer import slice_bounds
 from ddp.replica.flat import absent, is_absent
@@ -583,6 +583,14 @@ def without_backward(comm: ddp.Communicator) -> None:
         step(strategy)
 
 
+def read_for_the_loss(comm: ddp.Communicator) -> None:
+    strategy = made()
+    penalty = sum(each.square().sum() for each in strategy.model.parameters())
+    (loss_of(strategy, *mine()) + penalty).backward()
+    with pytest.raises(Diverged, match=r"norm of step 1 is nan.*Released parameters are NaN: a penalty on weights"):
+        step(strategy)
+
+
 def scripted(comm: ddp.Communicator) -> None:
     net = Net()
     net.blocks[1] = torch.jit.script(net.blocks[1])
@@ -721,7 +729,7 @@ def memory(comm: ddp.Communicator) -> None:
 
 CASES = (
     *(programs, micro_batches, released, written, whole, without_zero_grad, outside, updated_between, transforms),
-    *(without_backward, scripted, sparse_gradient, memory),
+    *(without_backward, read_for_the_loss, scripted, sparse_gradient, memory),
 )
 
 
