@@ -19,6 +19,7 @@ from pathlib import Path
 from ddp.comm.meeting.place import refuse_workers
 from ddp.commands.registry import parser_of
 from ddp.errors import ConfigError
+from ddp.lab.forecast.replay import STRATEGIES
 from ddp.lab.scaling import report
 from ddp.lab.scaling.figures import Series, compare
 from ddp.lab.scaling.report import tables_of
@@ -34,6 +35,7 @@ from ddp.run.launch.sweep import Job
 from ddp.run.settings.checks import check_gpus, check_strategy, places, resolve
 from ddp.run.settings.config import Config
 from ddp.run.settings.reader import from_plain
+from ddp.train.reports.profile import read_profile
 from ddp.units import counted, lines_of_table
 
 _MANY = f"{10**9}"  # steps
@@ -216,7 +218,15 @@ def _next_commands(folder: Path, series: Series, given: Sequence[str]) -> list[s
     like_here = ["--ranks", str(4 * most), "--per-host", str(most), "--rate", "10gbit", "--alpha", "50us", *batch]
     forecast = ["forecast", str(relative_path(series.base.run.folder)), *like_here]
     again = shlex.join(["report", f"runs/{whole_run}"])
-    return [
-        f"do they learn as well?   {program()} {shlex.join(learns)}; {program()} {again}",
-        f"four hosts like this?    {program()} {shlex.join(forecast)}",
-    ]
+    lines = [f"do they learn as well?   {program()} {shlex.join(learns)}; {program()} {again}"]
+    if _is_forecast(series.base.run.folder):
+        lines.append(f"four hosts like this?    {program()} {shlex.join(forecast)}")
+    return lines
+
+
+def _is_forecast(folder: Path) -> bool:
+    """Returns True if forecasts know the strategy of a run."""
+    try:
+        return read_profile(folder).strategy in STRATEGIES
+    except ConfigError:
+        return False

@@ -13,6 +13,7 @@ import sys
 from collections import Counter
 from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -147,6 +148,20 @@ def test_a_number_of_workers_that_fails_is_told_and_the_others_are_shown(
     shown = re.findall(r"^(\d) +([\d.]+) +([\d.]+) +([\d.]+)%", said, re.MULTILINE)
     assert shown == [("1", "64.0", "1.00", "100.0"), ("4", "256.0", "4.00", "100.0")]
     assert "cluster.workers=2 is left out: its job has ended so: failed (status 1)." in said
+
+
+@pytest.mark.parametrize(("strategy", "is_offered"), [("Replicated", True), ("FullySharded", False)])
+def test_a_forecast_is_offered_if_there_is_one(
+    sham: Sham,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    strategy: str,
+    is_offered: bool,
+) -> None:
+    monkeypatch.setattr(scale, "read_profile", lambda folder: SimpleNamespace(strategy=strategy))
+    assert scale.main(["sweep.name=mine"]) == 0
+    said = capfd.readouterr().out
+    assert "do they learn as well?" in said and ("four hosts like this?" in said) is is_offered
 
 
 def test_ctrl_c_leaves_what_was_measured_and_the_rest_is_measured_later(
