@@ -274,6 +274,12 @@ class Units:
         self.root = self.all[-1]
         self._unit_of = {id(parameter): unit for unit in self.all for _, parameter in unit.named}
         self.strides_of = {id(parameter): strides_in_bucket(parameter) for _, parameter in named}
+        for name, parameter in named:
+            if not (parameter.is_floating_point() or parameter.is_complex()):
+                raise ConfigError(
+                    f"{name} is {parameter.dtype}, which has no NaN for what is released: make it a buffer, which "
+                    "every rank has whole"
+                )
         refuse_meta_on_rank_zero(comm, module)
         for unit in self.all:
             unit.take_memory(comm.device)

@@ -591,7 +591,11 @@ def read_for_the_loss(comm: ddp.Communicator) -> None:
         step(strategy)
 
 
-def scripted(comm: ddp.Communicator) -> None:
+def refused_kinds(comm: ddp.Communicator) -> None:
+    net = Net()
+    net.blocks[1].scale = nn.Parameter(torch.ones(3, dtype=torch.int8), requires_grad=False)
+    with pytest.raises(ConfigError, match=r"blocks\.1\.scale is torch\.int8, which has no NaN.*make it a buffer"):
+        FullySharded(net, torch.optim.SGD(net.parameters()))
     net = Net()
     net.blocks[1] = torch.jit.script(net.blocks[1])
     with pytest.raises(ConfigError, match=r"unit blocks\.1 is a ScriptModule, which takes no hooks"):
@@ -729,7 +733,7 @@ def memory(comm: ddp.Communicator) -> None:
 
 CASES = (
     *(programs, micro_batches, released, written, whole, without_zero_grad, outside, updated_between, transforms),
-    *(without_backward, read_for_the_loss, scripted, sparse_gradient, memory),
+    *(without_backward, read_for_the_loss, refused_kinds, sparse_gradient, memory),
 )
 
 
