@@ -311,6 +311,11 @@ class Units:
             "nn.ModuleList or nn.Sequential, or name them by units=PATTERN"
         )
 
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Returns the parameters of all units."""
+        return [parameter for unit in self.all for _, parameter in unit.named]
+
     # --- slices ------------------------------------------------------------------------------------------------------
 
     def groups(self, slots: Iterable[Slot]) -> list[list[Slot]]:
@@ -603,9 +608,11 @@ _UNITS_OF: weakref.WeakKeyDictionary[nn.Module, Units] = weakref.WeakKeyDictiona
 
 
 def dissolve_units(module: nn.Module) -> None:
-    """Makes a module whole whose units an earlier replica has made. Collective."""
-    if (units := _UNITS_OF.get(module)) is not None:
-        units.dissolve(alone=units.comm.is_broken)
+    """Dissolves the units of earlier replicas that have parameters of a module, but not of those in it. Collective."""
+    own, inside = set(module.parameters()), [getattr(each, "units", None) for each in module.modules()]
+    for units in list(_UNITS_OF.values()):
+        if not own.isdisjoint(units.parameters) and not any(units is each for each in inside):
+            units.dissolve(alone=units.comm.is_broken)
 
 
 def form_of(module: nn.Module) -> dict[str, Any]:

@@ -546,6 +546,26 @@ def whole(comm: ddp.Communicator) -> None:
     assert not module._forward_pre_hooks and not module.blocks[0]._forward_hooks
 
 
+def in_another_replica(comm: ddp.Communicator) -> None:
+    """A part, or a larger module around it, is whole in the replica that is made next; a replica inside stays."""
+    for make in (lambda module: module.blocks[1], lambda module: nn.Sequential(module, nn.Linear(3, 3))):
+        torch.manual_seed(5)
+        first, strategy = Net(), made()
+        strategy.model(mine()[0])
+        other = made(net=lambda make=make, strategy=strategy: make(strategy.model.module))
+        with other.model.whole():
+            for name, found in other.model.module.named_parameters():
+                if not name.startswith("1."):
+                    assert torch.equal(found, make(first).get_parameter(name))
+        with pytest.raises(RuntimeError, match="the module is in another replica since"):
+            strategy.model(mine()[0])
+    strategy = made()
+    assert torch.equal(ddp.DistributedDataParallel(strategy.model.module).module(X), first(X))
+    inner = FullySharded.replica_of(Net())
+    outer = made(net=lambda: nn.Sequential(inner, nn.Linear(3, 3)))
+    assert outer.model(mine()[0]).isfinite().all() and inner(mine()[0]).isfinite().all()
+
+
 def without_zero_grad(comm: ddp.Communicator) -> None:
     strategy = made()
     plain(strategy, *mine(), 0)
@@ -733,7 +753,7 @@ def memory(comm: ddp.Communicator) -> None:
 
 CASES = (
     *(programs, micro_batches, released, written, whole, without_zero_grad, outside, updated_between, transforms),
-    *(without_backward, read_for_the_loss, refused_kinds, sparse_gradient, memory),
+    *(in_another_replica, without_backward, read_for_the_loss, refused_kinds, sparse_gradient, memory),
 )
 
 
