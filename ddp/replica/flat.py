@@ -51,9 +51,10 @@ class Flat:
         self._gradient: Tensor | None = None
         self._work: Work[Tensor] | None = None  # a gathering in flight
         self._noted: list[tuple[int, int]] = []  # versions and addresses of parameters that nothing has written to
-        self._nans: Tensor | None = None  # what released parameters read, on the CPU
         like = bucket.slots[0].parameter
         self.dtype, self.device = like.dtype, like.device
+        with torch.inference_mode(False):  # the numbers that released parameters read
+            self._nans = torch.full((len(bucket.slots),), math.nan, dtype=self.dtype, device=self.device)
         self.whole: Tensor | None = self._new() if memory is None else memory
         self.take_in()
         mine = self.whole[self.start : self.stop]
@@ -92,7 +93,7 @@ class Flat:
     def _taken(self) -> Tensor:
         """Returns the memory of the parameters, which they have then."""
         if self.whole is None:
-            self._check_unwritten()
+            self._refuse_written()
             self.whole = self._new()
             self.whole[self.start : self.stop] = self.mine
             for slot, view in zip(self.bucket.slots, self.bucket.views_of(self.whole), strict=True):
@@ -110,14 +111,11 @@ class Flat:
             self._work.wait()
             self._work = None
         if self.whole is not None and self._memory is None:
-            before, now = self._noted, self._seen()
-            self.whole, slots = None, self.bucket.slots
-            with torch.inference_mode(False):
-                self._nans = torch.full((len(slots),), math.nan, dtype=self.dtype, device=self.device)
-                for slot, nan in zip(slots, self._nans, strict=True):
-                    slot.parameter.data = absent(slot.parameter, nan)
+            self._refuse_written()
+            self.whole = None
+            for slot, nan in zip(self.bucket.slots, self._nans, strict=True):
+                slot.parameter.data = absent(slot.parameter, nan)
             self._noted = self._seen()
-            self._refuse_written(before, now)
 
     @property
     def is_whole(self) -> bool:
@@ -125,20 +123,18 @@ class Flat:
         return self.whole is not None and self._work is None
 
     def _seen(self) -> list[tuple[int, int]]:
-        parameters = [slot.parameter for slot in self.bucket.slots]
-        return [(each._version, each.data_ptr()) for each in parameters] if self._memory is None else []
+        return [(slot.parameter._version, slot.parameter.data_ptr()) for slot in self.bucket.slots]
 
-    def _check_unwritten(self) -> None:
-        """Finds what torch does not refuse: a write to one element, filling with one value, and another tensor."""
+    def _refuse_written(self) -> None:
+        """Finds writes that torch does not refuse.
+
+        A fill of a released `parameter.data` changes no version; on a GPU, to look at the number would take a wait.
+        """
         before, self._noted = self._noted, self._seen()
-        if self._nans is not None and self.device.type == "cpu" and not (unfilled := self._nans.isnan()).all():
-            self._nans.fill_(math.nan)  # by a fill of `parameter.data`, which changes no version
-            before = [seen if each else (-1, -1) for each, seen in zip(unfilled.tolist(), before, strict=True)]
-        self._refuse_written(before, self._noted)
-
-    def _refuse_written(self, before: Sequence[tuple[int, int]], now: Sequence[tuple[int, int]]) -> None:
-        for slot, old, new in zip(self.bucket.slots, before, now, strict=True):
-            if old != new:
+        is_filled = self.whole is None and self.device.type == "cpu" and not self._nans.isnan().all()
+        for number, slot in enumerate(self.bucket.slots):
+            if before[number] != self._noted[number] or (is_filled and not self._nans[number].isnan()):
+                self._nans.fill_(math.nan)
                 raise ConfigError(
                     f"{slot.name} was written to outside of `with model.whole():`, which has changed no rank's slice: "
                     "write inside, the same on all ranks (the max_norm of an embedding writes in forward)"

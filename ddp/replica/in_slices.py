@@ -62,8 +62,7 @@ class InSlices(Accumulation):
             if not is_summed and (gradient := slot.parameter.grad) is not None and is_absent(gradient):
                 raise RuntimeError(
                     f"{slot.name} has the gradient of the last step, which is in slices, so that nothing can be added "
-                    "to it: call zero_grad(), without set_to_none=False, before each backward, and put all but the "
-                    "last of a step into no_sync()"
+                    "to it: call zero_grad() before each backward, and put all but the last of a step into no_sync()"
                 )
         self._ready.clear()
         return share

@@ -197,12 +197,11 @@ class SavedPlaces:
     def _pack(self, outer: Callable[[Tensor], Any] | None, tensor: Tensor) -> Any:
         try:
             address, strides = tensor.untyped_storage().data_ptr(), tensor.stride()
-            own_address = tensor.data_ptr()
         except RuntimeError:  # sparse, or nested: it has no memory of its own
             return tensor if outer is None else outer(tensor)
         found = self._found.get(address)
         if found is None and tensor.dim() and not any(strides):
-            self._check_inside(own_address)
+            self._check_inside(tensor.data_ptr())
         if found is None or tensor.dtype is not found[1].dtype or tensor.is_conj() or tensor.is_neg():
             return tensor if outer is None else outer(tensor)
         return _Saved(*found, tensor.shape, strides, int(tensor.storage_offset()), found[1].version)
@@ -274,12 +273,8 @@ class Units:
         self.root = self.all[-1]
         self._unit_of = {id(parameter): unit for unit in self.all for _, parameter in unit.named}
         self.strides_of = {id(parameter): strides_in_bucket(parameter) for _, parameter in named}
-        for name, parameter in named:
-            if not (parameter.is_floating_point() or parameter.is_complex()):
-                raise ConfigError(
-                    f"{name} is {parameter.dtype}, which has no NaN for what is released: make it a buffer, which "
-                    "every rank has whole"
-                )
+        if whole := [f"{name} is {p.dtype}" for name, p in named if not (p.is_floating_point() or p.is_complex())]:
+            raise ConfigError(f"{whole[0]}, which has no NaN for what is released: make it a buffer, which stays whole")
         refuse_meta_on_rank_zero(comm, module)
         for unit in self.all:
             unit.take_memory(comm.device)
@@ -310,11 +305,6 @@ class Units:
             f"{text}. Little is saved, because the root or one unit has most of them: put the layers into an "
             "nn.ModuleList or nn.Sequential, or name them by units=PATTERN"
         )
-
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        """Returns the parameters of all units."""
-        return [parameter for unit in self.all for _, parameter in unit.named]
 
     # --- slices ------------------------------------------------------------------------------------------------------
 
@@ -609,9 +599,9 @@ _UNITS_OF: weakref.WeakKeyDictionary[nn.Module, Units] = weakref.WeakKeyDictiona
 
 def dissolve_units(module: nn.Module) -> None:
     """Dissolves the units of earlier replicas that have parameters of a module, but not of those in it. Collective."""
-    own, inside = set(module.parameters()), [getattr(each, "units", None) for each in module.modules()]
+    own, inside = set(map(id, module.parameters())), [getattr(each, "units", None) for each in module.modules()]
     for units in list(_UNITS_OF.values()):
-        if not own.isdisjoint(units.parameters) and not any(units is each for each in inside):
+        if not own.isdisjoint(units._unit_of) and not any(units is each for each in inside):
             units.dissolve(alone=units.comm.is_broken)
 
 

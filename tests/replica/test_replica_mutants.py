@@ -281,10 +281,10 @@ MUTANTS = {
         "replica.units._Hook._refuse", "if self._units.is_guarded and", "if False and", IN_UNITS, "released"
     ),
     "what is written to released parameters is lost": Mutant(
-        f"{FLAT}._refuse_written", "if old != new:", "if False:", IN_UNITS, "written"
+        f"{FLAT}._taken", "self._refuse_written()", "pass", IN_UNITS, "written"
     ),
     "what a forward writes to parameters is lost": Mutant(
-        f"{FLAT}.release", "self._refuse_written(before, now)", "pass", IN_UNITS, "written"
+        f"{FLAT}.release", "self._refuse_written()", "pass", IN_UNITS, "written"
     ),
     "a step takes what lies where gradients were": Mutant(
         f"{FULLY}._gradient_norm", "if self.model.num_steps == self._num_taken", "if 0", IN_UNITS, "without_backward"
