@@ -273,8 +273,6 @@ class Units:
         self.root = self.all[-1]
         self._unit_of = {id(parameter): unit for unit in self.all for _, parameter in unit.named}
         self.strides_of = {id(parameter): strides_in_bucket(parameter) for _, parameter in named}
-        if whole := [f"{name} is {p.dtype}" for name, p in named if not (p.is_floating_point() or p.is_complex())]:
-            raise ConfigError(f"{whole[0]}, which has no NaN for what is released: make it a buffer, which stays whole")
         refuse_meta_on_rank_zero(comm, module)
         for unit in self.all:
             unit.take_memory(comm.device)
@@ -373,7 +371,10 @@ class Units:
         except BaseException:
             self.order.cancel()
             raise
-        self._end_forward(records, is_training, is_last)
+        self.order.end()
+        if records:
+            self._sort()
+            self.order.begin(Pass(True, is_training, is_last))
 
     def transformed(self) -> AbstractContextManager[None]:
         """Returns a block for a forward in a transform of torch.func, which would wrap what is gathered in it.
@@ -384,12 +385,6 @@ class Units:
         if not all(unit.is_whole for unit in self.all):
             raise ConfigError("torch.func transforms a model in slices inside of `with model.whole():`, on all ranks")
         return nullcontext()
-
-    def _end_forward(self, records: bool, is_training: bool, is_last: bool) -> None:
-        self.order.end()
-        if records:
-            self._sort()
-            self.order.begin(Pass(True, is_training, is_last))
 
     def _sort(self) -> None:
         """Reduces buckets in the reverse order of the forward that has ended, the root's last."""
@@ -585,8 +580,6 @@ class Units:
 
     def _hooks_on(self, unit: Unit) -> Iterator[Any]:
         module = unit.module
-        if isinstance(module, torch.jit.ScriptModule):
-            raise ConfigError(f"{unit.title} is a ScriptModule, which takes no hooks: give the module before torch.jit")
         # before those of the program, which may compute weights, as torch.nn.utils.prune does
         yield module.register_forward_pre_hook(_Hook(self, unit, "enter"), prepend=True)
         yield module.register_forward_hook(_Hook(self, unit, "leave"), always_call=True)

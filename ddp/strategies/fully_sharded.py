@@ -32,7 +32,7 @@ from ddp.replica.broadcast import check_untied
 from ddp.replica.flat import Flat, is_absent
 from ddp.replica.fully_sharded import FullyShardedDataParallel
 from ddp.replica.replica import Replica
-from ddp.replica.units import Units
+from ddp.replica.units import Units, unit_modules
 from ddp.strategies.sharded import NO_GRADIENTS, Part, Sharded, Slices, parts_in, share_of
 from ddp.strategies.strategy import Agreement, Replicated
 
@@ -56,6 +56,13 @@ class FullySharded(Sharded):
     @classmethod
     def replica_of(cls, module: nn.Module, **how: Any) -> FullyShardedDataParallel:
         check_untied(module, cls.__name__, instead="Replicated (strategy='auto')")
+        for name, each in {**unit_modules(module, how.get("units")), "the model": module}.items():
+            if isinstance(each, torch.jit.ScriptModule):
+                raise ConfigError(f"{name} is a ScriptModule, which takes no hooks: give the module before torch.jit")
+        for name, parameter in module.named_parameters():
+            if not (parameter.is_floating_point() or parameter.is_complex()):
+                what = f"{name} is {parameter.dtype}, which has no NaN for what is released"
+                raise ConfigError(f"{what}: make it a buffer, which stays whole")
         return FullyShardedDataParallel(module, **how)
 
     @classmethod

@@ -618,7 +618,7 @@ def refused_kinds(comm: ddp.Communicator) -> None:
         FullySharded(net, torch.optim.SGD(net.parameters()))
     net = Net()
     net.blocks[1] = torch.jit.script(net.blocks[1])
-    with pytest.raises(ConfigError, match=r"unit blocks\.1 is a ScriptModule, which takes no hooks"):
+    with pytest.raises(ConfigError, match=r"blocks\.1 is a ScriptModule, which takes no hooks"):
         FullySharded(net, torch.optim.SGD(net.parameters()))
 
 

@@ -19,7 +19,6 @@ from pathlib import Path
 from ddp.comm.meeting.place import refuse_workers
 from ddp.commands.registry import parser_of
 from ddp.errors import ConfigError
-from ddp.lab.forecast.replay import STRATEGIES
 from ddp.lab.scaling import report
 from ddp.lab.scaling.figures import Series, compare
 from ddp.lab.scaling.report import tables_of
@@ -35,7 +34,6 @@ from ddp.run.launch.sweep import Job
 from ddp.run.settings.checks import check_gpus, check_strategy, places, resolve
 from ddp.run.settings.config import Config
 from ddp.run.settings.reader import from_plain
-from ddp.train.reports.profile import read_profile
 from ddp.units import counted, lines_of_table
 
 _MANY = f"{10**9}"  # steps
@@ -219,14 +217,6 @@ def _next_commands(folder: Path, series: Series, given: Sequence[str]) -> list[s
     forecast = ["forecast", str(relative_path(series.base.run.folder)), *like_here]
     again = shlex.join(["report", f"runs/{whole_run}"])
     lines = [f"do they learn as well?   {program()} {shlex.join(learns)}; {program()} {again}"]
-    if _is_forecast(series.base.run.folder):
+    if series.base.run.settings["strategy.name"] not in ("fully_sharded", "local_sgd", "parameter_server"):
         lines.append(f"four hosts like this?    {program()} {shlex.join(forecast)}")
     return lines
-
-
-def _is_forecast(folder: Path) -> bool:
-    """Returns True if forecasts know the strategy of a run."""
-    try:
-        return read_profile(folder).strategy in STRATEGIES
-    except ConfigError:
-        return False

@@ -13,7 +13,6 @@ import sys
 from collections import Counter
 from functools import cache, partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -150,7 +149,7 @@ def test_a_number_of_workers_that_fails_is_told_and_the_others_are_shown(
     assert "cluster.workers=2 is left out: its job has ended so: failed (status 1)." in said
 
 
-@pytest.mark.parametrize(("strategy", "is_offered"), [("Replicated", True), ("FullySharded", False)])
+@pytest.mark.parametrize(("strategy", "is_offered"), [("sharded", True), ("fully_sharded", False)])
 def test_a_forecast_is_offered_if_there_is_one(
     sham: Sham,
     monkeypatch: pytest.MonkeyPatch,
@@ -158,7 +157,7 @@ def test_a_forecast_is_offered_if_there_is_one(
     strategy: str,
     is_offered: bool,
 ) -> None:
-    monkeypatch.setattr(scale, "read_profile", lambda folder: SimpleNamespace(strategy=strategy))
+    monkeypatch.setitem(globals(), "CONFIG", settings_text(from_plain({"strategy": {"name": strategy}})))
     assert scale.main(["sweep.name=mine"]) == 0
     said = capfd.readouterr().out
     assert "do they learn as well?" in said and ("four hosts like this?" in said) is is_offered
