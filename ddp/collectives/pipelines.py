@@ -275,9 +275,11 @@ class _Run:
         self.free_s: dict[tuple[int, int], float] = {}  # when an edge has carried its last message
         self.spans: list[Span] = []
         self.num_messages = 0
+        self.touched = dict.fromkeys(self.stages)  # those that may go on
 
     def timeline(self) -> Timeline:
-        while moving := [each for each in self.stages if each.num_begun < len(each.rounds) and not each.num_open]:
+        while moving := [each for each in self.touched if each.num_begun < len(each.rounds) and not each.num_open]:
+            self.touched = {}
             for stage in moving:
                 self._begin(stage)
         if stuck := [stage for stage in self.stages if stage.num_open]:
@@ -304,6 +306,7 @@ class _Run:
             if isinstance(op, Compute):
                 start_s = self._compute(stage, op, start_s)
         stage.clock_s = max(stage.clock_s, start_s)
+        self.touched[stage] = None
 
     def _post_send(self, stage: _Stage, op: Send, now_s: float) -> None:
         self._refuse_stranger(stage, op.peer)
@@ -342,6 +345,7 @@ class _Run:
         for stage in (sender, receiver) if self.waits else (receiver,):
             stage.num_open -= 1
             stage.clock_s = max(stage.clock_s, ended_s)
+            self.touched[stage] = None
 
     def _compute(self, stage: _Stage, op: Compute, start_s: float) -> float:
         """Computes, and returns when that ends."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
 from operator import call
@@ -33,7 +33,7 @@ from ddp.run.settings.address import from_address, is_address
 from ddp.units import counted, format_bandwidth, format_size, format_time, parse_size
 
 RANKS_FOLLOWED = whole(1, 10_000, "some schedules take half a minute with 10,000 ranks")  # proven, or simulated
-MICRO_BATCHES = 8
+MICRO_BATCHES = SHARDS = 8
 MOST_PARTS_PROVEN = 2 * 512 * 512  # chunks or messages of all ranks together: a ring of 512 takes some seconds
 NAMES = [*SCHEDULES, "two_dimensional", *BETWEEN_HOSTS, *OVER_SHARDS, *PIPELINES, *ALIASES]
 
@@ -50,9 +50,8 @@ def add_schedule(parser: argparse.ArgumentParser, num_ranks: Callable[[str], int
     parser.add_argument(
         "--shards",
         type=whole(1, 10_000, "a proof follows each of them"),
-        default=8,
         metavar="V",
-        help=f"how many shards the batch has, for {', '.join(OVER_SHARDS)} (default: %(default)s)",
+        help=f"how many shards the batch has, for {', '.join(OVER_SHARDS)} (default: {SHARDS})",
     )
     parser.add_argument(
         "--micro",
@@ -73,6 +72,9 @@ def chosen_schedule(options: argparse.Namespace, *, per_host: int | None = None)
     if options.micro is not None:
         remedy = f"leave it out, or take {' or '.join(PIPELINES)}"
         raise ValueError(f"--micro {options.micro}: {name} is no pipeline; {remedy}")
+    if name not in OVER_SHARDS:
+        refuse(options, ["shards"], f"{name} has no shards")
+    refuse(options, OF_PIPELINES, f"{name} is no pipeline")
     hosts = hosts_of_sizes(options.hosts, num_ranks) if options.hosts else equal_hosts(num_ranks, per_host or num_ranks)
     if is_address(name):
         schedule = own_all_reduce(from_address(name, key="schedule", folder=Path.cwd()))
@@ -80,12 +82,13 @@ def chosen_schedule(options: argparse.Namespace, *, per_host: int | None = None)
             prove(schedule, num_ranks, what=name)
         return schedule, hosts
     if name in OVER_SHARDS:
-        if options.shards < num_ranks:
+        shards = options.shards or SHARDS
+        if shards < num_ranks:
             raise ValueError(
-                f"--shards {options.shards} are fewer than {num_ranks:,} ranks, some of which would have none: "
+                f"--shards {shards} are fewer than {num_ranks:,} ranks, some of which would have none: "
                 f"give at least --shards {num_ranks}"
             )
-        return OVER_SHARDS[name](options.shards), hosts
+        return OVER_SHARDS[name](shards), hosts
     found = {**SCHEDULES, **all_reduce_schedules(hosts)}
     if name in found:
         return found[name], hosts
@@ -96,6 +99,18 @@ def chosen_schedule(options: argparse.Namespace, *, per_host: int | None = None)
     if name == "two_dimensional":
         raise ValueError(f"{num_ranks} ranks fill no grid of several rows and columns: take another number, or ring")
     raise ValueError(f"there is no schedule {name!r}.{did_you_mean(name, NAMES)} There are {', '.join(NAMES)}")
+
+
+def refuse(options: argparse.Namespace, names: Iterable[str], because: str) -> None:
+    """Raises ValueError if one of these options was given."""
+    for name in names:
+        if getattr(options, name, None) is not None:
+            raise ValueError(f"--{name.replace('_', '-')}: {because}; leave it out")
+
+
+def given_or(options: argparse.Namespace, usual: Mapping[str, float]) -> list[float]:
+    """Returns the values of options, or the usual ones of those that were not given."""
+    return [value if getattr(options, name) is None else getattr(options, name) for name, value in usual.items()]
 
 
 def num_parts(schedule: Schedule, num_ranks: int) -> int:
@@ -202,6 +217,10 @@ def run_check(options: argparse.Namespace) -> str:
 # --- simulate: how long a schedule takes on a network ----------------------------------------------------------------
 
 
+OF_COLLECTIVES = {"inside_alpha": 2e-6, "inside_rate": 100e9, "add_gb_s": 10.0}  # unless given
+OF_PIPELINES = {"forward": 10e-3, "backward": 20e-3}
+
+
 def simulate_main(words: Sequence[str]) -> int:
     """Simulates the schedule that the words name."""
     parser = parser_of("simulate")
@@ -209,15 +228,18 @@ def simulate_main(words: Sequence[str]) -> int:
     parser.add_argument("--per-host", type=whole(1), metavar="N", help="ranks on each host (default: 1)")
     for option, read, usual, meaning in (
         ("--bytes", checked(parse_size), "25MB", "size of the buffer; of a pipeline, of a micro-batch's activation"),
-        ("--alpha", time_of, "20us", "latency between hosts"),
-        ("--rate", rate_of, "10gbit", "bandwidth between hosts, in bits/s"),
-        ("--inside-alpha", time_of, "2us", "latency inside a host"),
-        ("--inside-rate", rate_of, "100gbit", "bandwidth inside a host"),
-        ("--add-gb-s", positive, "10", "additions per rank, GB/s"),
-        ("--forward", time_of, "10ms", "of a pipeline: a micro-batch's forward through a stage"),
-        ("--backward", time_of, "20ms", "of a pipeline: its backward"),
+        ("--alpha", time_of, "20us", "latency between hosts; of a pipeline, between stages"),
+        ("--rate", rate_of, "10gbit", "bandwidth between hosts, or stages, in bits/s"),
     ):
         parser.add_argument(option, type=read, default=usual, help=f"{meaning} (default: %(default)s)")
+    for option, read, meaning in (
+        ("--inside-alpha", time_of, "latency inside a host (default: 2us)"),
+        ("--inside-rate", rate_of, "bandwidth inside a host (default: 100gbit)"),
+        ("--add-gb-s", positive, "additions per rank, GB/s (default: 10)"),
+        ("--forward", time_of, "of a pipeline: a micro-batch's forward through a stage (default: 10ms)"),
+        ("--backward", time_of, "of a pipeline: its backward (default: 20ms)"),
+    ):
+        parser.add_argument(option, type=read, help=meaning)
     return respond(parser, parser.parse_args(words), run_simulate)
 
 
@@ -229,11 +251,12 @@ def run_simulate(options: argparse.Namespace) -> str:
     if (pipeline := chosen_pipeline(options)) is not None:
         return simulate_pipeline(options, pipeline)
     schedule, hosts = chosen_schedule(options, per_host=per_host)
+    inside_alpha, inside_rate, add_gb_s = given_or(options, OF_COLLECTIVES)
     network = Network(
         hosts=hosts,
-        inside=Link(options.inside_alpha, 8 / options.inside_rate),
+        inside=Link(inside_alpha, 8 / inside_rate),
         between=Link(options.alpha, 8 / options.rate),
-        gamma_s=1 / (options.add_gb_s * 1e9),
+        gamma_s=1 / (add_gb_s * 1e9),
     )
     numel = whole_chunks(options.bytes // 4, schedule.num_chunks(options.num_ranks))  # for symmetry
     timeline = simulate(schedule, network, numel)
@@ -263,10 +286,8 @@ def chosen_pipeline(options: argparse.Namespace) -> pipelines.Algorithm | None:
     if name not in PIPELINES and (options.micro is None or not is_address(name)):
         return None
     options.micro = options.micro or MICRO_BATCHES
-    for key in ("hosts", "per_host"):
-        if given := vars(options).get(key):
-            option = f"--{key.replace('_', '-')} {given}"
-            raise ValueError(f"{option}: a pipeline has one stage per rank, wherever that is; leave it out")
+    refuse(options, ["hosts", "per_host", *OF_COLLECTIVES], "a pipeline has one stage per rank, wherever that is")
+    refuse(options, ["shards"], "a pipeline has no shards")
     if options.num_ranks * options.micro > MOST_COMPUTED:
         raise ValueError(
             f"{options.num_ranks:,} stages and {options.micro:,} micro-batches: a proof follows each micro-batch "
@@ -310,7 +331,8 @@ def check_pipeline(options: argparse.Namespace, algorithm: pipelines.Algorithm) 
 
 def simulate_pipeline(options: argparse.Namespace, algorithm: pipelines.Algorithm) -> str:
     """Returns when a pipeline's step would end."""
-    costs = Costs(options.forward, options.backward, options.alpha + options.bytes * 8 / options.rate)
+    forward_s, backward_s = given_or(options, OF_PIPELINES)
+    costs = Costs(forward_s, backward_s, options.alpha + options.bytes * 8 / options.rate)
     run = pipelines.simulate(algorithm, options.num_ranks, options.micro, costs)
     sizes = f"activations of {format_size(options.bytes)}"
     return "\n  ".join([f"{titled(options)}, {sizes}: {format_time(run.makespan_s)}", *pipelines.summary(run)])

@@ -7,7 +7,8 @@ Gradients lie in the bucket as parameters do here, so that a slice of the one be
 The memory is the same for the whole training (`strategies/sharded.py`), or new for each gathering (`units.py`).
 
 Note "absent". Without its memory a parameter keeps its shape, and every read gives NaN, because it is one number that
-is expanded. Torch refuses most writes to it, and the next gathering refuses the rest.
+is expanded. Torch refuses most writes to it, and the next gathering refuses the rest. One to whole parameters, such as
+a forward's, is refused when they are released, because the slice would not have it: `keep` takes it in.
 """
 
 from __future__ import annotations
@@ -49,13 +50,16 @@ class Flat:
         self.start, self.stop = bounds[number], bounds[number + 1]
         self._gradient: Tensor | None = None
         self._work: Work[Tensor] | None = None  # a gathering in flight
-        self._versions: list[int] = []  # of released parameters
+        self._noted: list[tuple[int, int]] = []  # versions and addresses of parameters that nothing has written to
         like = bucket.slots[0].parameter
         self.dtype, self.device = like.dtype, like.device
+        with torch.inference_mode(False):  # the numbers that released parameters read
+            self._nans = torch.full((len(bucket.slots),), math.nan, dtype=self.dtype, device=self.device)
         self.whole: Tensor | None = self._new() if memory is None else memory
         self.take_in()
         mine = self.whole[self.start : self.stop]
         self.mine = mine.clone() if memory is None else mine
+        self._noted = self._seen()
 
     def _new(self) -> Tensor:
         with torch.inference_mode(False):
@@ -74,7 +78,7 @@ class Flat:
         """Makes the parameters those of all ranks' slices. Collective.
 
         Raises:
-            ConfigError: the program has written to one that was released.
+            ConfigError: the program has written to one while it was released.
         """
         if self._work is None:
             self._comm.all_gather_(self._taken(), self.bounds, label=label)
@@ -89,40 +93,51 @@ class Flat:
     def _taken(self) -> Tensor:
         """Returns the memory of the parameters, which they have then."""
         if self.whole is None:
-            self._check_unwritten()
+            self._refuse_written()
             self.whole = self._new()
             self.whole[self.start : self.stop] = self.mine
             for slot, view in zip(self.bucket.slots, self.bucket.views_of(self.whole), strict=True):
                 slot.parameter.data = view
+            self._noted = self._seen()
         return self.whole
 
     def release(self) -> None:
-        """Gives the memory back; the parameters read as NaN."""
+        """Gives the memory back; the parameters read as NaN.
+
+        Raises:
+            ConfigError: the program has written to one since it was gathered.
+        """
         if self._work is not None:
             self._work.wait()
             self._work = None
         if self.whole is not None and self._memory is None:
+            self._refuse_written()
             self.whole = None
-            for slot in self.bucket.slots:
-                slot.parameter.data = absent(slot.parameter)
-            self._versions = self._versions_now()
+            for slot, nan in zip(self.bucket.slots, self._nans, strict=True):
+                slot.parameter.data = absent(slot.parameter, nan)
+            self._noted = self._seen()
 
     @property
     def is_whole(self) -> bool:
         """Returns True if the parameters can be read."""
         return self.whole is not None and self._work is None
 
-    def _versions_now(self) -> list[int]:
-        return [slot.parameter._version for slot in self.bucket.slots]
+    def _seen(self) -> list[tuple[int, int]]:
+        return [(slot.parameter._version, slot.parameter.data_ptr()) for slot in self.bucket.slots]
 
-    def _check_unwritten(self) -> None:
-        """Finds what torch does not refuse: a write to one element, and filling with one value."""
-        before, self._versions = self._versions, self._versions_now()
-        for slot, old, new in zip(self.bucket.slots, before, self._versions, strict=True):
-            if old != new:
+    def _refuse_written(self) -> None:
+        """Finds writes that torch does not refuse.
+
+        A fill of a released `parameter.data` changes no version; on a GPU, to look at the number would take a wait.
+        """
+        before, self._noted = self._noted, self._seen()
+        is_filled = self.whole is None and self.device.type == "cpu" and not self._nans.isnan().all()
+        for number, slot in enumerate(self.bucket.slots):
+            if before[number] != self._noted[number] or (is_filled and not self._nans[number].isnan()):
+                self._nans.fill_(math.nan)
                 raise ConfigError(
-                    f"{slot.name} was written to while it was released, which has changed no rank's slice: write "
-                    "inside of `with model.whole():`, the same on all ranks"
+                    f"{slot.name} was written to outside of `with model.whole():`, which has changed no rank's slice: "
+                    "write inside, the same on all ranks (the max_norm of an embedding writes in forward)"
                 )
 
     @property
@@ -136,6 +151,7 @@ class Flat:
         self.take_in()
         if self.whole is not None and not torch.equal(self.mine, written := self.whole[self.start : self.stop]):
             self.mine.copy_(written)
+        self._noted = self._seen()
 
     def slice_of(self, values: Mapping[str, Tensor | None], dtype: torch.dtype, *, what: str) -> Tensor:
         """Returns this rank's slice of values that rank 0 has for the parameters, laid out as these. Collective.
@@ -174,10 +190,10 @@ def is_absent(tensor: Tensor) -> bool:
     return getattr(tensor, "is_absent", False)
 
 
-def absent(like: Tensor) -> Tensor:
-    """Returns a tensor like a parameter, all of whose elements are one NaN (note "absent")."""
+def absent(like: Tensor, nan: Tensor | None = None) -> Tensor:
+    """Returns a tensor like a parameter, all of whose elements are one NaN (note "absent"), which may be given."""
     with torch.inference_mode(False):
-        nan = torch.full((), math.nan, dtype=like.dtype, device=like.device)
+        nan = torch.full((), math.nan, dtype=like.dtype, device=like.device) if nan is None else nan
         found = nan.as_strided(like.shape, (0,) * like.dim())
     found.is_absent = True  # type: ignore[attr-defined]
     return found

@@ -202,7 +202,7 @@ class SavedPlaces:
             return tensor if outer is None else outer(tensor)
         found = self._found.get(address)
         if found is None and tensor.dim() and not any(strides):
-            self._check_inside(address)
+            self._check_inside(tensor.data_ptr())
         if found is None or tensor.dtype is not found[1].dtype or tensor.is_conj() or tensor.is_neg():
             return tensor if outer is None else outer(tensor)
         return _Saved(*found, tensor.shape, strides, int(tensor.storage_offset()), found[1].version)
@@ -366,7 +366,10 @@ class Units:
         except BaseException:
             self.order.cancel()
             raise
-        self._end_forward(records, is_training, is_last)
+        self.order.end()
+        if records:
+            self._sort()
+            self.order.begin(Pass(True, is_training, is_last))
 
     def transformed(self) -> AbstractContextManager[None]:
         """Returns a block for a forward in a transform of torch.func, which would wrap what is gathered in it.
@@ -377,12 +380,6 @@ class Units:
         if not all(unit.is_whole for unit in self.all):
             raise ConfigError("torch.func transforms a model in slices inside of `with model.whole():`, on all ranks")
         return nullcontext()
-
-    def _end_forward(self, records: bool, is_training: bool, is_last: bool) -> None:
-        self.order.end()
-        if records:
-            self._sort()
-            self.order.begin(Pass(True, is_training, is_last))
 
     def _sort(self) -> None:
         """Reduces buckets in the reverse order of the forward that has ended, the root's last."""
@@ -593,9 +590,11 @@ _UNITS_OF: weakref.WeakKeyDictionary[nn.Module, Units] = weakref.WeakKeyDictiona
 
 
 def dissolve_units(module: nn.Module) -> None:
-    """Makes a module whole whose units an earlier replica has made. Collective."""
-    if (units := _UNITS_OF.get(module)) is not None:
-        units.dissolve(alone=units.comm.is_broken)
+    """Dissolves the units of earlier replicas that have parameters of a module, but not of those in it. Collective."""
+    own, inside = set(map(id, module.parameters())), [getattr(each, "units", None) for each in module.modules()]
+    for units in list(_UNITS_OF.values()):
+        if not own.isdisjoint(units._unit_of) and not any(units is each for each in inside):
+            units.dissolve(alone=units.comm.is_broken)
 
 
 def form_of(module: nn.Module) -> dict[str, Any]:

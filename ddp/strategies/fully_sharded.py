@@ -31,9 +31,11 @@ from ddp.replica.broadcast import check_untied
 from ddp.replica.flat import Flat, is_absent
 from ddp.replica.fully_sharded import FullyShardedDataParallel
 from ddp.replica.replica import Replica
-from ddp.replica.units import Units
-from ddp.strategies.sharded import Part, Sharded, Slices, parts_in, share_of
+from ddp.replica.units import Units, unit_modules
+from ddp.strategies.sharded import NO_GRADIENTS, Part, Sharded, Slices, parts_in, share_of
 from ddp.strategies.strategy import Agreement, Replicated
+
+REMEDY = "a penalty on weights, say, is computed in the forward of their unit, and kept there for the loss"
 
 
 class FullySharded(Sharded):
@@ -47,10 +49,18 @@ class FullySharded(Sharded):
     """
 
     word = "fully_sharded"
+    _num_taken = 0  # the number of backwards at the last update
 
     @classmethod
     def replica_of(cls, module: nn.Module, **how: Any) -> FullyShardedDataParallel:
         check_untied(module, cls.__name__, instead="Replicated (strategy='auto')")
+        for name, each in {**unit_modules(module, how.get("units")), "the model": module}.items():
+            if isinstance(each, torch.jit.ScriptModule):
+                raise ConfigError(f"{name} is a ScriptModule, which takes no hooks: give the module before torch.jit")
+        for name, parameter in module.named_parameters():
+            if not (parameter.is_floating_point() or parameter.is_complex()):
+                what = f"{name} is {parameter.dtype}, which has no NaN for what is released"
+                raise ConfigError(f"{what}: make it a buffer, which stays whole")
         return FullyShardedDataParallel(module, **how)
 
     @classmethod
@@ -79,9 +89,12 @@ class FullySharded(Sharded):
         try:
             return super().agree(step)
         except Diverged as error:
-            if "nan" in str(error):
-                raise Diverged(f"{error}; a parameter that is read outside of its unit's forward is NaN, too") from None
-            raise
+            raise Diverged(f"{error}. Released parameters are NaN: {REMEDY}") from error
+
+    def _gradient_norm(self) -> Tensor:
+        if self.model.num_steps == self._num_taken:  # there are none, or sums over micro-batches
+            raise RuntimeError(NO_GRADIENTS)
+        return super()._gradient_norm()
 
     def _sum(self, found: Tensor, what: str) -> None:
         order = self.units.order
@@ -97,6 +110,7 @@ class FullySharded(Sharded):
         self.units.release()
         assert isinstance(self._slices, UnitSlices)
         self._slices.drop_gradients()
+        self._num_taken = self.model.num_steps
 
     @torch.no_grad()
     def _take_gradient(self, part: Part) -> None:

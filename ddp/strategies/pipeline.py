@@ -16,8 +16,9 @@ neighbour. This completes whatever the checker has proven, whose sends wait (not
     an activation   is held with its graph until its backward, and freed before the stage waits for the next message
     a gradient      is freed when the next one has been sent, or the step ends
 
-Note "forms". A receiver must know a tensor's shape and dtype. The shape of the batch, `micro_size` and a digest of the
-schedule travel down all stages at the beginning of a step, while the first stage computes. The form of an activation
+Note "forms". A receiver must know a tensor's shape and dtype. The shape of the batch, `micro_size`, a digest of the
+schedule, and the numbers of pipeline and step travel down all stages at the beginning of a step, while the first stage
+computes. The form of an activation
 travels ahead of the first micro-batch whose inputs have its shape, once in a run: of the first one, of a shorter last
 one, and again if the inputs change. A gradient has its activation's form.
 
@@ -42,6 +43,7 @@ from __future__ import annotations
 
 import math
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
@@ -60,6 +62,7 @@ from ddp.optim.norms import gradient_norm, total_norm
 from ddp.process.streams import preserved, seed_generators, stream_seed
 from ddp.replica.bucketed import BucketedDataParallel
 
+_NUM_MADE: weakref.WeakKeyDictionary[Communicator, int] = weakref.WeakKeyDictionary()
 Make = Callable[[], nn.Module]
 Named = str | Algorithm
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -113,6 +116,8 @@ class Edge:
 
     def send_form(self, number: int, shape: Sequence[int], micro: int, what: str = "shape") -> None:
         """Begins to send a number and a shape."""
+        if len(shape) >= NUM_SENT:
+            raise ConfigError(f"a tensor has {len(shape)} dimensions, more than a pipeline takes: flatten some")
         numbers = [number, *shape, *[-1] * (NUM_SENT - 1 - len(shape))]
         self._post(torch.tensor(numbers, device=self._comm.device), micro, what)
 
@@ -233,8 +238,9 @@ class Stage:
         stream = stream_seed(self.seed, "dropout", step.number, step.first_micro + micro, self.number)
         seed_generators(stream, device=inputs.device)
         output = self.module(inputs)
-        if not isinstance(output, Tensor) or not output.is_floating_point():
-            raise ConfigError(f"stage {self.number} returns {_kind(output)}: it must return one floating-point tensor")
+        if not isinstance(output, Tensor) or not output.is_floating_point() or output.layout is not torch.strided:
+            what = "it must return one dense floating-point tensor"
+            raise ConfigError(f"stage {self.number} returns {_kind(output)}: {what}")
         if self.is_last:
             output = step.loss(output, step.targets[micro])
             if not isinstance(output, Tensor) or output.numel() != 1:
@@ -257,7 +263,9 @@ class Stage:
 
 
 def _kind(value: object) -> str:
-    return f"a tensor {list(value.shape)} of {value.dtype}" if isinstance(value, Tensor) else f"{type(value).__name__}"
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    return f"a{'' if value.layout is torch.strided else ' sparse'} tensor {list(value.shape)} of {value.dtype}"
 
 
 # --- all of them -----------------------------------------------------------------------------------------------------
@@ -289,6 +297,7 @@ class Pipeline:
     ) -> None:
         self.comm, self.num_stages, self.num_steps = comm or current(), len(stages), 0
         self._algorithm, num_ranks = _algorithm(schedule), self.comm.world_size
+        self._number = _NUM_MADE[self.comm] = _NUM_MADE.get(self.comm, 0) + 1
         if not stages or (num_ranks > 1 and num_ranks % self.num_stages):
             what = f"{len(stages)} stages on {num_ranks} ranks"
             raise ConfigError(f"{what}: give as many ranks as stages, a multiple of that, or one")
@@ -361,12 +370,18 @@ class Pipeline:
     def _play(self, inputs: Tensor | None, targets: Tensor | None, loss: Loss, size: int) -> Tensor | None:
         """Sends the shape of the batch down, and then goes through the rounds of this rank's stages."""
         before, after = self._edges.get(self.stage - 1), self._edges.get(self.stage + 1)
-        sent = before.recv_form(0, OF_BATCH) if before else (0, [size, *cast(Tensor, inputs).shape])
-        first_size, *shape = sent[1]
+        mine = [self._number, self.num_steps]
+        sent = before.recv_form(0, OF_BATCH) if before else (0, [*mine, size, *cast(Tensor, inputs).shape])
+        *theirs, first_size = sent[1][:3]
+        shape = sent[1][3:]
         num_micro = -(-shape[0] // first_size)
         plan = self._prove(num_micro)
         if after:
             after.send_form(plan, sent[1], 0, OF_BATCH)
+        if theirs != mine:
+            where = f"stage 0 is in step {theirs[1]} of pipeline {theirs[0]}, counted as they were made"
+            here = f"stage {self.stage} in step {mine[1]} of pipeline {mine[0]}"
+            raise ConfigError(f"{where}, and {here}: make and step all pipelines in one order on all ranks")
         if first_size != size:
             raise ConfigError(f"micro_size={size} on stage {self.stage}, {first_size} on stage 0: give all the same")
         if before and sent[0] != plan:

@@ -47,6 +47,11 @@ from ddp.units import counted
 
 ELEMENTWISE = (SGD, Adam, AdamW, LARS, LARC, LAMB)
 """Optimizers that update each element by itself, except for norms that they request; a derived class may not."""
+NO_GRADIENTS = (
+    "no backward has averaged gradients for this step: before each step, run one through what strategy.model returns, "
+    "outside of no_sync()"
+)
+"""Says what is wrong if a program calls `step` without that."""
 
 
 class Sharded(Replicated):
@@ -176,6 +181,8 @@ class Sharded(Replicated):
         if self._slices is not None and self._slices.buckets is layout.buckets and self._groups == groups:
             self._slices.take_in()
             return self._slices
+        if not layout.has_memory:
+            raise RuntimeError(NO_GRADIENTS)
         if layout.sparse:
             raise ConfigError(
                 f"{layout.sparse[0].name} has a sparse gradient, which no slice can hold: take Replicated"

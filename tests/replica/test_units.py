@@ -15,6 +15,7 @@ import io
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import cloudpickle
@@ -475,17 +476,43 @@ def released(comm: ddp.Communicator) -> None:
             act(module.first.weight)
 
 
+def halve(parameter: nn.Parameter) -> None:
+    with torch.no_grad():
+        parameter.fill_(0.5)
+
+
+def halve_data(parameter: nn.Parameter) -> None:
+    parameter.data.fill_(0.5)
+
+
+def replace_data(parameter: nn.Parameter) -> None:
+    parameter.data = torch.full(parameter.shape, 0.5)
+
+
 def written(comm: ddp.Communicator) -> None:
-    """Torch does not refuse some writes: to one element, and of one value."""
-    strategy = made()
-    for name in ("scale", "blocks.1.0.weight"):
-        with torch.no_grad():
-            strategy.model.module.get_parameter(name).fill_(0.5)
-        with pytest.raises(ConfigError, match=f"{name} was written to while it was released, which has changed no ra"):
-            strategy.model(mine()[0])
-    assert strategy.model(mine()[0]).isfinite().all()
-    with strategy.model.whole():
-        assert strategy.model.module.scale == 1
+    """Torch does not refuse some writes: to one element, of one value, another tensor, and those of a forward."""
+    for name, unit in (("scale", ""), ("blocks.1.0.weight", "blocks.1")):
+        says = f"{name} was written to outside of `with model.whole.*, which has changed no rank's slice"
+        strategy = made()
+        parameter = strategy.model.module.get_parameter(name)
+        for act in (halve, halve_data, replace_data):
+            act(parameter)
+            with pytest.raises(ConfigError, match=says):
+                strategy.model(mine()[0])
+        assert strategy.model(mine()[0]).isfinite().all()
+        with strategy.model.whole():
+            assert strategy.model.module.scale == 1
+        for act in (halve, replace_data):
+            strategy = made()
+            parameter = strategy.model.module.get_parameter(name)
+            strategy.model.module.get_submodule(unit).register_forward_pre_hook(partial(write, act, parameter))
+            with pytest.raises(ConfigError, match=says):
+                plain(strategy, *mine(), 0)
+                step(strategy)
+
+
+def write(act: Callable[[nn.Parameter], None], parameter: nn.Parameter, *_: Any) -> None:
+    act(parameter)
 
 
 def whole(comm: ddp.Communicator) -> None:
@@ -521,12 +548,80 @@ def whole(comm: ddp.Communicator) -> None:
     assert not module._forward_pre_hooks and not module.blocks[0]._forward_hooks
 
 
+def in_another_replica(comm: ddp.Communicator) -> None:
+    """A part, or a larger module around it, is whole in the replica that is made next; a replica inside stays."""
+    for make in (lambda module: module.blocks[1], lambda module: nn.Sequential(module, nn.Linear(3, 3))):
+        torch.manual_seed(5)
+        first, strategy = Net(), made()
+        strategy.model(mine()[0])
+        other = made(net=lambda make=make, strategy=strategy: make(strategy.model.module))
+        with other.model.whole():
+            for name, found in other.model.module.named_parameters():
+                if not name.startswith("1."):
+                    assert torch.equal(found, make(first).get_parameter(name))
+        with pytest.raises(RuntimeError, match="the module is in another replica since"):
+            strategy.model(mine()[0])
+    strategy = made()
+    assert torch.equal(ddp.DistributedDataParallel(strategy.model.module).module(X), first(X))
+    inner = FullySharded.replica_of(Net())
+    outer = made(net=lambda: nn.Sequential(inner, nn.Linear(3, 3)))
+    assert outer.model(mine()[0]).isfinite().all() and inner(mine()[0]).isfinite().all()
+
+
 def without_zero_grad(comm: ddp.Communicator) -> None:
     strategy = made()
     plain(strategy, *mine(), 0)
     step(strategy)
     with pytest.raises(RuntimeError, match=r"has the gradient of the last step, which is in slices.*call zero_grad"):
         plain(strategy, *mine(), 0)
+
+
+def without_backward(comm: ddp.Communicator) -> None:
+    """A step has the gradients of one backward, which has averaged them."""
+
+    def inside_no_sync(strategy: Strategy) -> None:
+        with strategy.model.no_sync():
+            plain(strategy, *mine(), 0)
+
+    def of_the_module(strategy: Strategy) -> None:
+        F.cross_entropy(strategy.model.module(mine()[0]), mine()[1]).backward()
+
+    def by_hand(strategy: Strategy) -> None:
+        parameters = list(strategy.model.parameters())
+        found = torch.autograd.grad(loss_of(strategy, *mine()), parameters)
+        for parameter, gradient in zip(parameters, found, strict=True):
+            parameter.grad = gradient
+
+    for act in (inside_no_sync, of_the_module, by_hand):
+        for kind in (Sharded, FullySharded):
+            strategy = made(kind)
+            act(strategy)
+            with pytest.raises(RuntimeError, match="no backward has averaged gradients for this step: before each"):
+                step(strategy)
+    strategy = made()
+    plain(strategy, *mine(), 0)
+    step(strategy)
+    with pytest.raises(RuntimeError, match="no backward has averaged gradients for this step"):
+        step(strategy)
+
+
+def read_for_the_loss(comm: ddp.Communicator) -> None:
+    strategy = made()
+    penalty = sum(each.square().sum() for each in strategy.model.parameters())
+    (loss_of(strategy, *mine()) + penalty).backward()
+    with pytest.raises(Diverged, match=r"norm of step 1 is nan.*Released parameters are NaN: a penalty on weights"):
+        step(strategy)
+
+
+def refused_kinds(comm: ddp.Communicator) -> None:
+    net = Net()
+    net.blocks[1].scale = nn.Parameter(torch.ones(3, dtype=torch.int8), requires_grad=False)
+    with pytest.raises(ConfigError, match=r"blocks\.1\.scale is torch\.int8, which has no NaN.*make it a buffer"):
+        FullySharded(net, torch.optim.SGD(net.parameters()))
+    net = Net()
+    net.blocks[1] = torch.jit.script(net.blocks[1])
+    with pytest.raises(ConfigError, match=r"blocks\.1 is a ScriptModule, which takes no hooks"):
+        FullySharded(net, torch.optim.SGD(net.parameters()))
 
 
 def outside(comm: ddp.Communicator) -> None:
@@ -663,7 +758,7 @@ def memory(comm: ddp.Communicator) -> None:
 
 CASES = (
     *(programs, micro_batches, released, written, whole, without_zero_grad, outside, updated_between, transforms),
-    *(sparse_gradient, memory),
+    *(in_another_replica, without_backward, read_for_the_loss, refused_kinds, sparse_gradient, memory),
 )
 
 

@@ -363,6 +363,7 @@ def refusals() -> list[str]:
         lambda: good(schedule=[3]),  # type: ignore[arg-type]
         lambda: good(schedule=one_too_few).step(inputs, targets, F.mse_loss, micro_size=2),
         lambda: ddp.Pipeline([nn.Identity, lambda: Tuple()]).step(inputs, targets, F.mse_loss, micro_size=2),
+        lambda: ddp.Pipeline([nn.Identity, lambda: Sparse()]).step(inputs, targets, F.mse_loss, micro_size=2),
         lambda: two.load_state_dict({"7.0.weight": inputs}),
     ]
     for case in cases:
@@ -383,6 +384,11 @@ class Tuple(nn.Module):
         return inputs, inputs
 
 
+class Sparse(nn.Module):
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs.to_sparse()
+
+
 SAID = [
     "inputs on stage 0 of 2: it takes a tensor [num_samples, …], and got NoneType",
     "targets on stage 0 of 2: it takes a tensor [num_samples, …], and got NoneType",
@@ -396,7 +402,8 @@ SAID = [
     "schedule='1f2b': take one of gpipe, one_forward_one_backward, or a generator. Did you mean 1f1b?",
     "schedule=[3]: take one of gpipe, one_forward_one_backward, or a generator.",
     "schedule: 2 stages, 7 micro-batches, stage 0 in round 24: ends without the forward of micro-batch 6",
-    "stage 1 returns tuple: it must return one floating-point tensor",
+    "stage 1 returns tuple: it must return one dense floating-point tensor",
+    "stage 1 returns a sparse tensor [2, 4] of torch.float32: it must return one dense floating-point tensor",
     "the state has a stage 7: this pipeline has 0 to 1",
 ]
 
@@ -411,7 +418,10 @@ def refused_by_a_rank(case: str) -> str:
     pipe = None
     try:
         schedule = "gpipe" if case == "schedule" and comm.rank == 0 else "1f1b"
-        pipe = ddp.Pipeline(makes(3 if case == "stages" else 2), schedule=schedule)
+        pipes = [ddp.Pipeline(makes(3 if case == "stages" else 2), schedule=schedule) for _ in range(2)]
+        pipe = pipes[comm.rank if case == "order" else 0]
+        pipe.num_steps += comm.rank if case == "step" else 0
+        inputs = inputs.view(14, *[1] * 30, 4) if case == "dimensions" else inputs
         given = inputs if comm.rank == 0 or case == "inputs" else None, None if case == "targets" else targets
         pipe.step(*given, F.cross_entropy, micro_size=2 + comm.rank if case == "micro" else 2)
     except ConfigError as error:
@@ -429,6 +439,19 @@ def refused_by_a_rank(case: str) -> str:
         ("inputs", 1, "inputs on stage 1 of 2: only the first stage takes them; give None here"),
         ("targets", 1, "targets on stage 1 of 2: it takes a tensor [num_samples, …], and got NoneType"),
         ("schedule", 1, "stages 0 and 1 have different schedules: give all the same"),
+        ("dimensions", 0, "a tensor has 35 dimensions, more than a pipeline takes: flatten some"),
+        (
+            "order",
+            1,
+            "stage 0 is in step 1 of pipeline 1, counted as they were made, and stage 1 in step 1 of pipeline 2: make "
+            "and step all pipelines in one order on all ranks",
+        ),
+        (
+            "step",
+            1,
+            "stage 0 is in step 1 of pipeline 1, counted as they were made, and stage 1 in step 2 of pipeline 1: make "
+            "and step all pipelines in one order on all ranks",
+        ),
         ("micro", 1, "micro_size=3 on stage 1, 2 on stage 0: give all the same"),
     ],
 )

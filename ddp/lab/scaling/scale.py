@@ -216,7 +216,7 @@ def _next_commands(folder: Path, series: Series, given: Sequence[str]) -> list[s
     like_here = ["--ranks", str(4 * most), "--per-host", str(most), "--rate", "10gbit", "--alpha", "50us", *batch]
     forecast = ["forecast", str(relative_path(series.base.run.folder)), *like_here]
     again = shlex.join(["report", f"runs/{whole_run}"])
-    return [
-        f"do they learn as well?   {program()} {shlex.join(learns)}; {program()} {again}",
-        f"four hosts like this?    {program()} {shlex.join(forecast)}",
-    ]
+    lines = [f"do they learn as well?   {program()} {shlex.join(learns)}; {program()} {again}"]
+    if series.base.run.settings["strategy.name"] not in ("fully_sharded", "local_sgd", "parameter_server"):
+        lines.append(f"four hosts like this?    {program()} {shlex.join(forecast)}")
+    return lines

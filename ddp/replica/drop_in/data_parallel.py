@@ -52,6 +52,7 @@ from ddp.replica.drop_in.join import Joining, TorchJoinHook
 from ddp.replica.parameters import check_wire, managed
 from ddp.replica.replica import Inputs, Replica
 from ddp.replica.step_finalizer import StaticGraph, Usage
+from ddp.replica.units import dissolve_units
 from ddp.setting import WireName
 
 IGNORED = "_ddp_params_and_buffers_to_ignore"  # torch's name for it, on the module
@@ -134,6 +135,7 @@ class DistributedDataParallel(BucketedDataParallel):
         torch_names.warn_of_deprecated(broadcast_buffers, forward_sync_buffers)
         limits = bucket_limits(bucket_cap_mb, bucket_cap_mb_list, first_bucket_mb=first_bucket_mb)
         comm = torch_names.choose_communicator(comm, process_group, device_mesh, module)
+        dissolve_units(module)
         self.parameters_to_ignore = set(getattr(module, IGNORED, ()))
         named = _not_ignored(module, self.parameters_to_ignore)
         check_trainable(named, has_inner=any(isinstance(child, Replica) for child in module.modules()))

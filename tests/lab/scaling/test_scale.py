@@ -149,6 +149,20 @@ def test_a_number_of_workers_that_fails_is_told_and_the_others_are_shown(
     assert "cluster.workers=2 is left out: its job has ended so: failed (status 1)." in said
 
 
+@pytest.mark.parametrize(("strategy", "is_offered"), [("sharded", True), ("fully_sharded", False)])
+def test_a_forecast_is_offered_if_there_is_one(
+    sham: Sham,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    strategy: str,
+    is_offered: bool,
+) -> None:
+    monkeypatch.setitem(globals(), "CONFIG", settings_text(from_plain({"strategy": {"name": strategy}})))
+    assert scale.main(["sweep.name=mine"]) == 0
+    said = capfd.readouterr().out
+    assert "do they learn as well?" in said and ("four hosts like this?" in said) is is_offered
+
+
 def test_ctrl_c_leaves_what_was_measured_and_the_rest_is_measured_later(
     sham: Sham, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
