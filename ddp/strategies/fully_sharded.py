@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp.comm.communicator import Communicator
-from ddp.errors import ConfigError
+from ddp.errors import Diverged
 from ddp.gradients.layout import Layout
 from ddp.gradients.reducer import ReduceScatter, UnitReduceScatter
 from ddp.replica.broadcast import check_untied
@@ -33,8 +33,14 @@ from ddp.replica.flat import Flat, is_absent
 from ddp.replica.fully_sharded import FullyShardedDataParallel
 from ddp.replica.replica import Replica
 from ddp.replica.units import Units
-from ddp.strategies.sharded import Part, Sharded, Slices, parts_in, share_of
-from ddp.strategies.strategy import Replicated
+from ddp.strategies.sharded import Part, Sharded, Slices, allow_step, parts_in, share_of
+from ddp.strategies.strategy import Agreement, Replicated
+
+WHERE_NAN = (
+    "Or the loss uses parameters in slices outside of the model's forward, where they read as NaN: compute it, and run "
+    "its backward, inside of `with model.whole():`"
+)
+"""Advice for a step whose loss or gradient is NaN."""
 
 
 class FullySharded(Sharded):
@@ -67,6 +73,7 @@ class FullySharded(Sharded):
 
     def finish(self, *, alone: bool = False) -> None:
         """Leaves parameters in slices, and the optimizer without the state of those."""
+        allow_step(self.optimizer)
         if self._slices is not None:
             cut = self._slices.layout.slot_of
             whole = {each: known for each, known in self.optimizer.state.items() if id(each) not in cut}
@@ -76,6 +83,14 @@ class FullySharded(Sharded):
         Replicated.finish(self, alone=alone)
 
     # --- a step ------------------------------------------------------------------------------------------------------
+
+    def agree(self, step: int) -> Agreement:
+        try:
+            return super().agree(step)
+        except Diverged as error:
+            if " nan " not in str(error):
+                raise
+            raise Diverged(f"{error}. {WHERE_NAN}") from error
 
     def _gradient_norm(self) -> Tensor:
         slices = self._prepared()
@@ -172,20 +187,9 @@ def _is_of_elements(value: Any) -> bool:
 
 
 class UnitSlices(Slices):
-    """The slices of a layout's units that this rank updates.
-
-    Raises:
-        ConfigError: parameters have another type than when they were cut.
-    """
+    """The slices of a layout's units that this rank updates."""
 
     def __init__(self, comm: Communicator, layout: Layout, collective: ReduceScatter, units: Units) -> None:
-        for slot in layout.slots:
-            flat = units.flat_of(layout.buckets[layout.index_of[id(slot.parameter)]])
-            if slot.parameter.dtype is not flat.dtype:
-                raise ConfigError(
-                    f"{slot.name} was {flat.dtype} and is {slot.parameter.dtype} since strategy='fully_sharded' was "
-                    "made: convert the model first"
-                )
         super().__init__(layout, collective, {bucket: units.flat_of(bucket).mine for bucket in layout.buckets})
         places: dict[int, tuple[Flat, int, int]] = {}  # of each part in the slice of its unit
         for bucket in layout.buckets:
