@@ -49,11 +49,12 @@ class Flat:
         self.start, self.stop = bounds[number], bounds[number + 1]
         self._gradient: Tensor | None = None
         self._work: Work[Tensor] | None = None  # a gathering in flight
-        self._versions: list[int] = []  # of released parameters
+        self._versions: list[int] = []  # of the parameters when they were gathered or released
         like = bucket.slots[0].parameter
         self.dtype, self.device = like.dtype, like.device
         self.whole: Tensor | None = self._new() if memory is None else memory
         self.take_in()
+        self._versions = self._versions_now()
         mine = self.whole[self.start : self.stop]
         self.mine = mine.clone() if memory is None else mine
 
@@ -89,7 +90,7 @@ class Flat:
     def _taken(self) -> Tensor:
         """Returns the memory of the parameters, which they have then."""
         if self.whole is None:
-            self._check_unwritten()
+            self._check_unwritten("while it was released")
             self.whole = self._new()
             self.whole[self.start : self.stop] = self.mine
             for slot, view in zip(self.bucket.slots, self.bucket.views_of(self.whole), strict=True):
@@ -97,11 +98,16 @@ class Flat:
         return self.whole
 
     def release(self) -> None:
-        """Gives the memory back; the parameters read as NaN."""
+        """Gives the memory back; the parameters read as NaN.
+
+        Raises:
+            ConfigError: the program has written to one since it was gathered.
+        """
         if self._work is not None:
             self._work.wait()
             self._work = None
         if self.whole is not None and self._memory is None:
+            self._check_unwritten("in a forward")
             self.whole = None
             for slot in self.bucket.slots:
                 slot.parameter.data = absent(slot.parameter)
@@ -115,13 +121,18 @@ class Flat:
     def _versions_now(self) -> list[int]:
         return [slot.parameter._version for slot in self.bucket.slots]
 
-    def _check_unwritten(self) -> None:
-        """Finds what torch does not refuse: a write to one element, and filling with one value."""
+    def _check_unwritten(self, when: str) -> None:
+        """Finds what torch does not refuse: a conversion, a write to one element, and filling with one value."""
         before, self._versions = self._versions, self._versions_now()
         for slot, old, new in zip(self.bucket.slots, before, self._versions, strict=True):
+            if slot.parameter.dtype is not self.dtype:
+                raise ConfigError(
+                    f"{slot.name} was {self.dtype} and is {slot.parameter.dtype} since strategy='fully_sharded' was "
+                    "made: convert the model first"
+                )
             if old != new:
                 raise ConfigError(
-                    f"{slot.name} was written to while it was released, which has changed no rank's slice: write "
+                    f"{slot.name} was written to {when}, which has changed no rank's slice: write "
                     "inside of `with model.whole():`, the same on all ranks"
                 )
 
@@ -134,6 +145,7 @@ class Flat:
     def keep(self) -> None:
         """Takes this rank's slice of what the program has written to the parameters."""
         self.take_in()
+        self._versions = self._versions_now()
         if self.whole is not None and not torch.equal(self.mine, written := self.whole[self.start : self.stop]):
             self.mine.copy_(written)
 

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from ddp.comm.communicator import Communicator
+from ddp.errors import ConfigError
 from ddp.gradients.layout import Grouping
 from ddp.gradients.reducer import Collective, UnitReduceScatter
 from ddp.replica.bucketed import BucketedDataParallel
@@ -43,7 +44,7 @@ class FullyShardedDataParallel(BucketedDataParallel):
 
     units: Units
     accumulation: InSlices
-    may_be_meta = True
+    in_slices = True
 
     def __init__(self, module: nn.Module, *, units: str | None = None, **how: Any) -> None:
         self._pattern = units
@@ -122,6 +123,9 @@ class FullyShardedDataParallel(BucketedDataParallel):
 
     def load_weights(self, state: Mapping[str, Any]) -> None:
         self.units.load(state)
+
+    def __deepcopy__(self, _: Any) -> Any:
+        raise ConfigError("copy model.module inside of `with model.whole():`, on all ranks; ddp.EMA averages slices")
 
     def in_words(self) -> list[str]:
         return [self.units.in_words()]

@@ -13,7 +13,8 @@ import copy
 import gc
 import io
 import os
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -27,7 +28,7 @@ from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import ddp
-from ddp.errors import ConfigError
+from ddp.errors import ConfigError, Diverged
 from ddp.gradients.bucket import Bucket, Slot
 from ddp.gradients.reducer import slice_bounds
 from ddp.replica.flat import absent, is_absent
@@ -319,6 +320,13 @@ def hooks_on_parameters(strategy: Strategy, inputs: Tensor, classes: Tensor, num
     assert len(seen) == len(parameters) and all(each.isfinite().all() for each in seen)
 
 
+def zeroed(strategy: Strategy, inputs: Tensor, classes: Tensor, number: int) -> None:
+    with strategy.model.no_sync():
+        loss_of(strategy, inputs, classes).backward()
+    strategy.optimizer.zero_grad(set_to_none=False)
+    loss_of(strategy, inputs, classes).backward()
+
+
 def replaced(strategy: Strategy, inputs: Tensor, classes: Tensor, number: int) -> None:
     loss_of(strategy, inputs, classes).backward()
     for name, parameter in strategy.model.module.named_parameters():
@@ -379,7 +387,7 @@ PROGRAMS: dict[str, tuple[type[nn.Module], Any]] = {
         each.__name__: (Net, each)
         for each in (
             *(saved_on_cpu, hooks_outside, retained, two_forwards, evaluations, gradient_of_inputs, penalty),
-            *(hooks_on_parameters, replaced, freezing, autocast, after_an_error),
+            *(hooks_on_parameters, zeroed, replaced, freezing, autocast, after_an_error),
         )
     },
 }
@@ -462,6 +470,8 @@ def released(comm: ddp.Communicator) -> None:
     for act in (module.state_dict, module.blocks[1].state_dict, lambda: module.load_state_dict(Net().state_dict())):
         with pytest.raises(ConfigError, match=rf"(the root unit|unit blocks.1) is {IN_TURN}"):
             act()
+    with pytest.raises(ConfigError, match=r"^copy model\.module inside of `with model\.whole"):
+        torch.optim.swa_utils.AveragedModel(strategy.model)
     for act in (copy.deepcopy, cloudpickle.dumps, lambda each: torch.save(each, io.BytesIO(), cloudpickle)):
         for each in (module, module.blocks[2]):
             with pytest.raises(ConfigError, match=IN_TURN):
@@ -484,6 +494,15 @@ def written(comm: ddp.Communicator) -> None:
     assert strategy.model(mine()[0]).isfinite().all()
     with strategy.model.whole():
         assert strategy.model.module.scale == 1
+    strategy = made(net=Bounded)
+    with pytest.raises(ConfigError, match=r"rows.weight was written to in a forward, which has changed no rank's slic"):
+        for number in range(2):
+            plain(strategy, *mine(), number)
+            step(strategy)
+    strategy = made()
+    strategy.model.bfloat16()
+    with pytest.raises(ConfigError, match=r"scale was torch.float32 and is torch.bfloat16 since .*: convert the"):
+        strategy.model(mine()[0].bfloat16())
 
 
 def whole(comm: ddp.Communicator) -> None:
@@ -525,6 +544,35 @@ def without_zero_grad(comm: ddp.Communicator) -> None:
     step(strategy)
     with pytest.raises(RuntimeError, match=r"has the gradient of the last step, which is in slices.*call zero_grad"):
         plain(strategy, *mine(), 0)
+    strategy.optimizer.zero_grad(set_to_none=False)
+    plain(strategy, *mine(), 0)
+
+
+def frozen(comm: ddp.Communicator) -> None:
+    """A model that is not trained, but computes in slices; gradients flow through it."""
+    torch.manual_seed(5)
+    net = Net()
+    twin = FullySharded.replica_of(copy.deepcopy(net).requires_grad_(False))
+    found = []
+    for each in (net, twin):
+        inputs = mine()[0].requires_grad_(True)
+        F.cross_entropy(each(inputs), mine()[1]).backward()
+        found.append(inputs.grad)
+    assert torch.equal(*found)
+    assert all(parameter.isnan().all() for parameter in twin.module.blocks[2].parameters())
+
+
+def on_the_meta_device(comm: ddp.Communicator) -> None:
+    with torch.device("meta" if comm.rank else "cpu"):
+        net = Net()
+    strategy = made(net=lambda: net)
+    plain(strategy, *mine(), 0)
+    step(strategy)
+    with torch.device("meta" if comm.rank else "cpu"):
+        net = Net()
+        net.blocks[1].table = torch.ones(3)
+    with pytest.raises(ConfigError, match=r"^blocks.1.table is on the meta device on rank 1, and gets no values, beca"):
+        made(net=lambda: net)
 
 
 def outside(comm: ddp.Communicator) -> None:
@@ -542,7 +590,12 @@ def outside(comm: ddp.Communicator) -> None:
         with pytest.raises(ConfigError, match=r"blocks.1.0.weight is used outside of the forward of unit blocks.1,"):
             strategy.model(X)
         handle.remove()
-    plain(strategy, *mine(), 0)
+    (loss_of(strategy, *mine()) + module.blocks[1][0].weight.square().sum()).backward()
+    with pytest.raises(Diverged, match=r"^the gradient norm of step \d is nan .* Or the loss uses parameters in slic"):
+        step(strategy)
+    strategy.optimizer.zero_grad()
+    with strategy.model.whole():
+        (loss_of(strategy, *mine()) + module.blocks[1][0].weight.square().sum()).backward()
     step(strategy)
 
 
@@ -574,17 +627,40 @@ def transforms(comm: ddp.Communicator) -> None:
 
 
 class Rows(Net):
+    how: Mapping[str, Any] = {"sparse": True}
+
     def __init__(self) -> None:
         super().__init__()
-        self.rows = nn.Embedding(3, 8, sparse=True)
+        self.rows = nn.Embedding(3, 8, **self.how)
 
     def forward(self, inputs: Tensor) -> Tensor:
         return super().forward(inputs) + self.rows(torch.tensor([1])).sum()
 
 
+class Bounded(Rows):
+    """Writes to a weight in its forward."""
+
+    how: Mapping[str, Any] = {"max_norm": 0.1}
+
+
+def lazy(comm: ddp.Communicator) -> None:
+    with pytest.raises(ConfigError, match=r"weight of a lazy module has no shape yet: run one forward before making t"):
+        made(net=lambda: nn.LazyLinear(3))
+
+
 def sparse_gradient(comm: ddp.Communicator) -> None:
     with pytest.raises(ConfigError, match=r"rows.weight has a sparse gradient, which no slice can hold"):
         plain(made(net=Rows), *mine(), 0)
+
+
+def compiled_around(comm: ddp.Communicator) -> None:
+    """The compiler must not follow what gathers units, of which it warns."""
+    strategy = made()
+    model = torch.compile(strategy.model, backend="eager")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="Dynamo ")
+        F.cross_entropy(model(mine()[0]), mine()[1]).backward()
+    step(strategy)
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------
@@ -658,7 +734,7 @@ def memory(comm: ddp.Communicator) -> None:
 
 CASES = (
     *(programs, micro_batches, released, written, whole, without_zero_grad, outside, updated_between, transforms),
-    *(sparse_gradient, memory),
+    *(lazy, sparse_gradient, frozen, on_the_meta_device, memory, compiled_around),
 )
 
 
