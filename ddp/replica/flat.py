@@ -187,9 +187,9 @@ def is_absent(tensor: Tensor) -> bool:
 
 
 def absent(like: Tensor) -> Tensor:
-    """Returns a tensor like a parameter, all of whose elements are one NaN (note "absent")."""
+    """Returns a tensor like a parameter, all of whose elements are one NaN, or of whole numbers 1 (note "absent")."""
     with torch.inference_mode(False):
-        nan = torch.full((), math.nan, dtype=like.dtype, device=like.device)
+        nan = torch.full((), math.nan if like.is_floating_point() else 1, dtype=like.dtype, device=like.device)
         found = nan.as_strided(like.shape, (0,) * like.dim())
     found.is_absent = True  # type: ignore[attr-defined]
     return found

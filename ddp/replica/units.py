@@ -10,8 +10,8 @@ Zhao et al., "PyTorch FSDP", arXiv 2304.11277).
                2                  ▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓ reduce               the last of forward is the first of backward
 
 A unit is an element of an outermost `nn.ModuleList`, `nn.Sequential` or `nn.ModuleDict`; what is in none of them is the
-root unit, and so are weights that several units share. A unit is a bucket: its gradients are reduced together, and each
-rank keeps the mean of its slice.
+root unit, and so are weights that a unit shares with others. A unit is a bucket: its gradients are reduced together,
+and each rank keeps the mean of its slice.
 
 Note "on demand". A hook gathers a unit before its forward, and autograd gathers it again when it unpacks what forward
 has saved: a view of a unit's memory is saved as its place in the unit. At most one unit is whole besides the root and
@@ -135,17 +135,23 @@ def _elements(module: nn.Module, prefix: str, *, is_inside: bool) -> Iterator[tu
 
 def units_of(module: nn.Module, named: Sequence[tuple[str, nn.Parameter]], pattern: str | None) -> list[Unit]:
     """Returns the units of a model with their parameters; the root, which has the rest, is the last."""
-    modules = unit_modules(module, pattern)
+    names: dict[nn.Module, str] = {}
+    for name, each in unit_modules(module, pattern).items():
+        names.setdefault(each, name)  # its list may have two names
+    modules = {name: each for each, name in names.items()}
+    inside: dict[nn.Module, set[str]] = {}  # the units that a module is in
+    for name, unit in modules.items():
+        for each in unit.modules():
+            inside.setdefault(each, set()).add(name)
     users: dict[int, set[str]] = {}
-    for name, each in modules.items():
-        for parameter in each.parameters():
-            users.setdefault(id(parameter), set()).add(name)
+    for each in module.modules():
+        for parameter in each.parameters(recurse=False):
+            users.setdefault(id(parameter), set()).update(inside.get(each, {""}))
     of_unit: dict[str, list[tuple[str, nn.Parameter]]] = {name: [] for name in modules}
     rest: list[tuple[str, nn.Parameter]] = []
     for name, parameter in named:
-        inside = users.get(id(parameter), set())
-        only = next(iter(inside)) if len(inside) == 1 else ""
-        (of_unit[only] if only and name.startswith(f"{only}.") else rest).append((name, parameter))
+        only, *others = users[id(parameter)]
+        (of_unit[only] if only and not others else rest).append((name, parameter))
     parts = [(name, modules[name], of_unit[name]) for name in modules if of_unit[name]] + [("", module, rest)]
     return [Unit(index, *part) for index, part in enumerate(parts)]
 

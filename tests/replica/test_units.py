@@ -32,7 +32,7 @@ from ddp.errors import ConfigError, Diverged
 from ddp.gradients.bucket import Bucket, Slot
 from ddp.gradients.reducer import slice_bounds
 from ddp.replica.flat import absent, is_absent
-from ddp.replica.units import dissolve_units, form_of, unit_modules
+from ddp.replica.units import dissolve_units, form_of, unit_modules, units_of
 from ddp.strategies import Sharded, step
 from ddp.strategies.fully_sharded import FullySharded
 
@@ -68,6 +68,10 @@ def test_units_are_the_elements_of_outermost_containers() -> None:
         *("deep.layers.0", "deep.layers.2"),
     ]
     assert unit_modules(linear()) == {}
+    net = Net()
+    net.alias = net.blocks
+    units = units_of(net, list(net.named_parameters()), None)
+    assert [(unit.name, len(unit.named)) for unit in units] == [*((f"blocks.{n}", 4) for n in range(3)), ("", 5)]
 
 
 def test_a_pattern_overrides_them() -> None:
@@ -192,6 +196,28 @@ class Tied(Net):
         super().__init__()
         self.blocks[2][0].weight = self.blocks[0][0].weight
         self.blocks[1][2].bias = self.first.bias
+
+
+class TiedToTheRoot(Net):
+    """A layer of the root shares a weight whose first name is a unit's: GPTs with an embedding in a dictionary do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.again = nn.Linear(8, 16, bias=False)
+        self.again.weight = self.blocks[0][0].weight
+
+    def layers(self) -> list[Callable[[Tensor], Tensor]]:
+        return [*self.blocks, lambda hidden: self.again(hidden)[:, :8]]
+
+
+class Quantized(Net):
+    """Whole numbers, which cannot be NaN, and are frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for each in self.blocks:
+            each.factors = nn.Parameter(torch.arange(8, dtype=torch.uint8), requires_grad=False)
+            each.register_forward_hook(lambda each, _, hidden: hidden * each.factors / 8)
 
 
 class PartlyFrozen(Net):
@@ -378,6 +404,8 @@ PROGRAMS: dict[str, tuple[type[nn.Module], Any]] = {
     "checkpointed twice": (Checkpointed, checkpointed_around),
     "channels": (Channels, plain),
     "tied": (Tied, plain),
+    "tied to the root": (TiedToTheRoot, plain),
+    "quantized": (Quantized, plain),
     "partly frozen": (PartlyFrozen, plain),
     "pruned": (Pruned, plain),
     "other layouts": (OtherLayouts, plain),
