@@ -121,6 +121,10 @@ class CallQueue:
         """Returns the number of the running call, which is the same on all ranks."""
         return self._running.sequence
 
+    def call_label(self) -> str:
+        """Returns the caller's label of the running call, which other ranks may not have."""
+        return self._running.name
+
     def refuse_if_broken(self) -> None:
         """Raises CommunicatorBroken if an earlier call failed."""
         if self.error is not None:

@@ -121,7 +121,10 @@ class Communicator(Verbs):
         if hosts is not None:
             self._collectives = FlatCollectives(links, hosts)
         else:
-            starting = partial(connect, links, self._watchdog, settings, self._channels, self._queue.call_number)
+            queue = self._queue
+            starting = partial(
+                connect, links, self._watchdog, settings, self._channels, queue.call_number, queue.call_label
+            )
             self._collectives = self._queue.run(Call(0, "start-up"), starting)
             if self._collectives.cross_host is not None:
                 self._queue.runners.append(self._collectives.cross_host.runner)

@@ -66,12 +66,17 @@ class Channels:
 
 
 def connect(
-    links: HostLinks, watchdog: Watchdog, settings: Settings, channels: Channels, call_number: Callable[[], int]
+    links: HostLinks,
+    watchdog: Watchdog,
+    settings: Settings,
+    channels: Channels,
+    call_number: Callable[[], int],
+    call_label: Callable[[], str],
 ) -> FlatCollectives:
     """Connects this rank with the others by every route that is possible here. Collective.
 
     Args:
-        call_number: see `HostMemory`.
+        call_number, call_label: see `HostMemory`.
 
     Raises:
         TransportError: a rank did not take part.
@@ -83,6 +88,7 @@ def connect(
         timeout_s=settings.abort_s,
         hopeless_because=watchdog.hopeless_because,
         call_number=call_number,
+        call_label=call_label,
     )
     watchdog.set_hosts(joined.names, joined.pids)
     if joined.obstacle and links.rank == 0:
@@ -122,6 +128,7 @@ def join(
     timeout_s: float,
     hopeless_because: GiveUpCheck = never_hopeless,
     call_number: Callable[[], int] = lambda: 0,
+    call_label: Callable[[], str] = str,
     kinds: Sequence[Kind] = KINDS,
 ) -> Joined:
     """Finds out which ranks share a host, and connects those on this one. Collective over all ranks of `gather`.
@@ -131,7 +138,7 @@ def join(
         shared_memory: connect them through the host's memory, too.
         timeout_s: longest wait for a rank of this host.
         hopeless_because: see `Barrier`.
-        call_number: see `HostMemory`.
+        call_number, call_label: see `HostMemory`.
         kinds: which memory to try, in order of preference; the same on every rank.
 
     Raises:
@@ -170,6 +177,7 @@ def join(
             timeout_s=timeout_s,
             hopeless_because=hopeless_because,
             call_number=call_number,
+            call_label=call_label,
         )
         group = HostGroup(shared, num_processors=len(set().union(*(cores[other] for other in ranks))))
         shared.wait()

@@ -108,6 +108,7 @@ class HostMemory:
         ranks: the communicator's ranks on this host, ascending.
         index, size: this rank's place among them, and their number.
         call_number: returns the number of the running call, the same on all ranks.
+        call_label: returns what this rank makes it for, for messages.
         wait: returns once every rank has called it; raises TransportError if one does not.
         give_up: ends the others' waits for this rank.
         piece_bytes: the bytes of a tensor that go through inboxes at a time.
@@ -126,8 +127,10 @@ class HostMemory:
         timeout_s: float,
         hopeless_because: GiveUpCheck,
         call_number: Callable[[], int],
+        call_label: Callable[[], str] = str,
     ) -> None:
         self.ranks, self.index, self.size, self.call_number = ranks, index, len(ranks), call_number
+        self.call_label = call_label
         self._memory, self._kind, self._names = memory, kind, names
         self._barrier = Barrier(memory, index=index, ranks=ranks, pids=pids, hopeless_because=hopeless_because)
         self.wait, self.give_up = partial(self._barrier.wait, timeout_s), self._barrier.give_up
@@ -172,7 +175,8 @@ class HostMemory:
                 found = [buffer[place][_WHAT] for place in places]
                 if len(set(found)) > 1:
                     divided = f" divided by {divide_by}" if divide_by != 1 else ""
-                    self._refuse_mismatch(found, f"#{sequence} {call.words}{divided}")
+                    label = f" [{name}]" if (name := self.call_label()) else ""
+                    self._refuse_mismatch(found, f"#{sequence} {call.words}{divided}{label}")
                 return False
         return True
 

@@ -34,13 +34,14 @@ PACK_BYTES = 32 << 20
 
 
 def check_trainable(
-    named: list[tuple[str, nn.Parameter]], *, has_inner: bool = False, may_be_meta: bool = False
+    named: list[tuple[str, nn.Parameter]], *, has_inner: bool = False, in_slices: bool = False
 ) -> None:
     """Raises ConfigError if no parameter needs a gradient, or if one has no shape or value, or is split among ranks.
 
     Args:
         has_inner: an inner replica keeps other parameters of the module equal, and those need one.
-        may_be_meta: parameters may be on the meta device, because rank 0's values come unit by unit.
+        in_slices: parameters may be on the meta device, because rank 0's values come unit by unit; and may all be
+            frozen, because a replica saves memory then, too.
     """
     for name, parameter in named:
         if isinstance(parameter, nn.parameter.UninitializedParameter):
@@ -50,9 +51,9 @@ def check_trainable(
                 f"{name} is one part of a parameter: a replica does not go above tensor parallelism, which makes new "
                 "parameters in each forward; leave parallelize_module out, or keep torch's DistributedDataParallel"
             )
-        if parameter.is_meta and not may_be_meta:
+        if parameter.is_meta and not in_slices:
             raise ConfigError(f"{name} is on the meta device and has no values: call to_empty(device=…) first")
-    if not has_inner and not any(parameter.requires_grad for _, parameter in named):
+    if not has_inner and not in_slices and not any(parameter.requires_grad for _, parameter in named):
         raise ConfigError("no parameter of the module needs a gradient: there is nothing to average; use it as it is")
 
 
@@ -404,7 +405,8 @@ def in_memory_of(named: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
 
 
 def _has_address(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and not tensor.is_meta and tensor.numel() > 0
+    is_lazy = isinstance(tensor, (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer))
+    return tensor.layout is torch.strided and not tensor.is_meta and not is_lazy and tensor.numel() > 0
 
 
 def _place(tensor: Tensor) -> Any:

@@ -95,7 +95,7 @@ class BucketedDataParallel(Replica):
     gradient_as_bucket_view = False  # gradients that a program keeps belong to it (`gradients/bucket.py`, note "kept")
     collective: Collective
     waiting: Layout | None = None
-    may_be_meta = False  # parameters may be on the meta device, on other ranks than 0
+    in_slices = False  # see `check_trainable`
     _is_released = False
 
     def __init__(
@@ -118,7 +118,7 @@ class BucketedDataParallel(Replica):
         if not (isinstance(reducer, type) and issubclass(reducer, Collective)):
             raise ConfigError(f"reducer={reducer!r:.60}: give a class of ddp.gradients.reducer, such as ReduceScatter")
         dissolve_units(module)
-        check_trainable(list(module.named_parameters()), may_be_meta=self.may_be_meta)
+        check_trainable(list(module.named_parameters()), in_slices=self.in_slices)
         check_wire(module.named_parameters(), wire, hook)
         collective, how = reducer(comm, wire, num_shards), sending(wire, hook, num_shards)
         self._take_weights(comm, module, collective, how)

@@ -53,8 +53,8 @@ class Flat:
         self._noted: list[tuple[int, int]] = []  # versions and addresses of parameters that nothing has written to
         like = bucket.slots[0].parameter
         self.dtype, self.device = like.dtype, like.device
-        with torch.inference_mode(False):  # the numbers that released parameters read
-            self._nans = torch.full((len(bucket.slots),), math.nan, dtype=self.dtype, device=self.device)
+        with torch.inference_mode(False):
+            self._read = torch.stack([number_read(like)] * len(bucket.slots))  # from parameters that are released
         self.whole: Tensor | None = self._new() if memory is None else memory
         self.take_in()
         mine = self.whole[self.start : self.stop]
@@ -113,8 +113,8 @@ class Flat:
         if self.whole is not None and self._memory is None:
             self._refuse_written()
             self.whole = None
-            for slot, nan in zip(self.bucket.slots, self._nans, strict=True):
-                slot.parameter.data = absent(slot.parameter, nan)
+            for slot, number in zip(self.bucket.slots, self._read, strict=True):
+                slot.parameter.data = absent(slot.parameter, number)
             self._noted = self._seen()
 
     @property
@@ -126,15 +126,21 @@ class Flat:
         return [(slot.parameter._version, slot.parameter.data_ptr()) for slot in self.bucket.slots]
 
     def _refuse_written(self) -> None:
-        """Finds writes that torch does not refuse.
+        """Finds conversions, and writes that torch does not refuse.
 
         A fill of a released `parameter.data` changes no version; on a GPU, to look at the number would take a wait.
         """
         before, self._noted = self._noted, self._seen()
-        is_filled = self.whole is None and self.device.type == "cpu" and not self._nans.isnan().all()
+        can_look = self.whole is None and self.device.type == "cpu"
+        filled = ~self._read.isclose(number_read(self._read), equal_nan=True) if can_look else [False] * len(before)
         for number, slot in enumerate(self.bucket.slots):
-            if before[number] != self._noted[number] or (is_filled and not self._nans[number].isnan()):
-                self._nans.fill_(math.nan)
+            if slot.parameter.dtype is not self.dtype:
+                raise ConfigError(
+                    f"{slot.name} was {self.dtype} and is {slot.parameter.dtype} since strategy='fully_sharded' was "
+                    "made: convert the model first"
+                )
+            if before[number] != self._noted[number] or filled[number]:
+                self._read.fill_(number_read(self._read))
                 raise ConfigError(
                     f"{slot.name} was written to outside of `with model.whole():`, which has changed no rank's slice: "
                     "write inside, the same on all ranks (the max_norm of an embedding writes in forward)"
@@ -190,10 +196,19 @@ def is_absent(tensor: Tensor) -> bool:
     return getattr(tensor, "is_absent", False)
 
 
-def absent(like: Tensor, nan: Tensor | None = None) -> Tensor:
-    """Returns a tensor like a parameter, all of whose elements are one NaN (note "absent"), which may be given."""
+def number_read(like: Tensor) -> Tensor:
+    """Returns what a released parameter like this reads as: NaN, or 1 for whole numbers, which have none."""
+    return torch.full((), math.nan if like.is_floating_point() else 1, dtype=like.dtype, device=like.device)
+
+
+def absent(like: Tensor, number: Tensor | None = None) -> Tensor:
+    """Returns a tensor like a parameter, all of whose elements are one number (note "absent").
+
+    Args:
+        number: None: a new one of `number_read`.
+    """
     with torch.inference_mode(False):
-        nan = torch.full((), math.nan, dtype=like.dtype, device=like.device) if nan is None else nan
-        found = nan.as_strided(like.shape, (0,) * like.dim())
+        number = number_read(like) if number is None else number
+        found = number.as_strided(like.shape, (0,) * like.dim())
     found.is_absent = True  # type: ignore[attr-defined]
     return found

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from ddp.comm.communicator import Communicator
+from ddp.errors import ConfigError
 from ddp.gradients.bucket import Bucket, Slot
 from ddp.gradients.layout import Grouping, Layout
 from ddp.gradients.reducer import Collective, ReduceScatter
@@ -71,7 +72,7 @@ class FullyShardedDataParallel(BucketedDataParallel):
     """
 
     units: Units
-    may_be_meta = True
+    in_slices = True
 
     def __init__(self, module: nn.Module, *, units: str | None = None, **how: Any) -> None:
         self._pattern = units
@@ -161,6 +162,9 @@ class FullyShardedDataParallel(BucketedDataParallel):
 
     def load_weights(self, state: Mapping[str, Any]) -> None:
         self.units.load(state)
+
+    def __deepcopy__(self, _: Any) -> Any:
+        raise ConfigError("copy model.module inside of `with model.whole():`, on all ranks; ddp.EMA averages slices")
 
     def in_words(self) -> list[str]:
         found = [self.units.in_words()]

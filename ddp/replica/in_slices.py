@@ -7,7 +7,8 @@
 So a rank never has more than one unit's gradients whole, and sends them in each micro-batch.
 
 Note "marks". Where a sum is in slices, `p.grad` is a mark: an absent tensor (`flat.py`). Autograd must not add to it,
-so the mark is taken away just before. A sum whose mark is gone was dropped by the program: by `zero_grad`, say.
+so the mark is taken away just before. A sum whose mark is gone, or was filled with zeros, was dropped by the program:
+by `zero_grad`, say.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class InSlices(Accumulation):
     def before(self, parameter: Tensor) -> None:
         """Takes a mark away."""
         if parameter.grad is not None and is_absent(parameter.grad):
-            self._marked.add(id(parameter))
+            if not parameter.grad._version:
+                self._marked.add(id(parameter))
             parameter.grad = None
 
     def connect(self, layouts: Any) -> None:
@@ -60,6 +62,9 @@ class InSlices(Accumulation):
         for slot in layout.slots:
             is_summed = id(slot.parameter) in self._summed.get(layout.buckets[layout.index_of[id(slot.parameter)]], ())
             if not is_summed and (gradient := slot.parameter.grad) is not None and is_absent(gradient):
+                if gradient._version:  # by zero_grad(set_to_none=False)
+                    slot.parameter.grad = None
+                    continue
                 raise RuntimeError(
                     f"{slot.name} has the gradient of the last step, which is in slices, so that nothing can be added "
                     "to it: call zero_grad() before each backward, and put all but the last of a step into no_sync()"

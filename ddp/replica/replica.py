@@ -79,6 +79,7 @@ class Replica(nn.Module, ABC):
         waited: time that backward's thread has spent on averaging, or waiting for it.
         num_steps: number of backwards that have synchronised; those before a checkpoint that the run continued from
             count.
+        num_ended: that number in the last call of `ddp.strategies.step`.
         num_verified: number of times that a request to `verify_replicas(every=…)` found all replicas equal.
         require_backward_grad_sync: False inside `no_sync`.
         require_forward_param_sync: the next forward synchronises buffers (`broadcast.py`).
@@ -92,6 +93,7 @@ class Replica(nn.Module, ABC):
     inputs: Inputs
     steps_in_backward = False
     accumulation = Accumulation()
+    num_ended = 0
     _is_in_forward = False  # a forward is running that may run backward itself
 
     def __init__(self, module: nn.Module, comm: Communicator, buffers: BufferSync) -> None:

@@ -10,8 +10,8 @@ Zhao et al., "PyTorch FSDP", arXiv 2304.11277).
                2                  ▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓ reduce               the last of forward is the first of backward
 
 A unit is an element of an outermost `nn.ModuleList`, `nn.Sequential` or `nn.ModuleDict`; what is in none of them is the
-root unit, and so are weights that several units share. A unit is a bucket: its gradients are reduced together, and each
-rank keeps the mean of its slice.
+root unit, and so are weights that a unit shares with others. A unit is a bucket: its gradients are reduced together,
+and each rank keeps the mean of its slice.
 
 Note "on demand". A hook gathers a unit before its forward, and autograd gathers it again when it unpacks what forward
 has saved: a view of a unit's memory is saved as its place in the unit. At most one unit is whole besides the root and
@@ -135,29 +135,48 @@ def _elements(module: nn.Module, prefix: str, *, is_inside: bool) -> Iterator[tu
 
 def units_of(module: nn.Module, named: Sequence[tuple[str, nn.Parameter]], pattern: str | None) -> list[Unit]:
     """Returns the units of a model with their parameters; the root, which has the rest, is the last."""
-    modules = unit_modules(module, pattern)
+    names: dict[nn.Module, str] = {}
+    for name, each in unit_modules(module, pattern).items():
+        names.setdefault(each, name)  # its list may have two names
+    modules = {name: each for each, name in names.items()}
+    inside: dict[nn.Module, set[str]] = {}  # the units that a module is in
+    for name, unit in modules.items():
+        for each in unit.modules():
+            inside.setdefault(each, set()).add(name)
     users: dict[int, set[str]] = {}
-    for name, each in modules.items():
-        for parameter in each.parameters():
-            users.setdefault(id(parameter), set()).add(name)
+    for each in module.modules():
+        for parameter in each.parameters(recurse=False):
+            users.setdefault(id(parameter), set()).update(inside.get(each, {""}))
     of_unit: dict[str, list[tuple[str, nn.Parameter]]] = {name: [] for name in modules}
     rest: list[tuple[str, nn.Parameter]] = []
     for name, parameter in named:
-        inside = users.get(id(parameter), set())
-        only = next(iter(inside)) if len(inside) == 1 else ""
-        (of_unit[only] if only and name.startswith(f"{only}.") else rest).append((name, parameter))
+        only, *others = users[id(parameter)]
+        (of_unit[only] if only and not others else rest).append((name, parameter))
     parts = [(name, modules[name], of_unit[name]) for name in modules if of_unit[name]] + [("", module, rest)]
     return [Unit(index, *part) for index, part in enumerate(parts)]
 
 
-def refuse_meta_on_rank_zero(comm: Communicator, module: nn.Module) -> None:
-    """Raises ConfigError, on every rank, if rank 0 has no values for the others. Collective."""
+def refuse_meta(comm: Communicator, module: nn.Module) -> None:
+    """Raises ConfigError, on every rank, if rank 0 has no values for the others, or would not send them. Collective."""
     named = (*module.named_parameters(), *module.named_buffers())
-    if found := all_gather_object(comm, next((name for name, each in named if each.is_meta), None))[0]:
+    unsent = (
+        f"{prefix}.{name}".lstrip(".")
+        for prefix, each in module.named_modules()
+        for name, value in vars(each).items()
+        if isinstance(value, Tensor) and value.is_meta
+    )
+    found = all_gather_object(comm, (next((name for name, each in named if each.is_meta), None), next(unsent, None)))
+    if name := found[0][0]:
         raise ConfigError(
-            f"{found} is on the meta device and has no values on rank 0, which gives all ranks theirs: make the model "
+            f"{name} is on the meta device and has no values on rank 0, which gives all ranks theirs: make the model "
             "in memory there, or call to_empty(device=…) and load weights"
         )
+    for rank, (_, name) in enumerate(found):
+        if name:
+            raise ConfigError(
+                f"{name} is on the meta device on rank {rank}, and gets no values, because it is neither a parameter "
+                "nor a buffer: register it by register_buffer(…, persistent=False)"
+            )
 
 
 class _Saved(NamedTuple):
@@ -273,7 +292,7 @@ class Units:
         self.root = self.all[-1]
         self._unit_of = {id(parameter): unit for unit in self.all for _, parameter in unit.named}
         self.strides_of = {id(parameter): strides_in_bucket(parameter) for _, parameter in named}
-        refuse_meta_on_rank_zero(comm, module)
+        refuse_meta(comm, module)
         for unit in self.all:
             unit.take_memory(comm.device)
             broadcast_state(comm, unit.named, sending=sending)
@@ -355,9 +374,12 @@ class Units:
 
     # --- gathering ---------------------------------------------------------------------------------------------------
 
+    def forward(self, *, is_training: bool, is_last: bool) -> AbstractContextManager[None]:
+        """Returns a block for a forward of the replica; its backward is expected to follow if autograd records it."""
+        return _Uncompiled(self._forward(is_training=is_training, is_last=is_last))
+
     @contextmanager
-    def forward(self, *, is_training: bool, is_last: bool) -> Iterator[None]:
-        """Runs a forward of the replica inside; its backward is expected to follow if autograd records it."""
+    def _forward(self, *, is_training: bool, is_last: bool) -> Iterator[None]:
         records = torch.is_grad_enabled()
         self.order.begin(Pass(False, is_training, records))
         try:
@@ -602,6 +624,21 @@ def form_of(module: nn.Module) -> dict[str, Any]:
     units = _UNITS_OF.get(getattr(module, "module", module)) or _UNITS_OF.get(module)
     with nullcontext() if units is None else units.unguarded():
         return dict(nn.Module.state_dict(module))
+
+
+class _Uncompiled(AbstractContextManager[None]):
+    """A block of which no graph holds the beginning and the end."""
+
+    def __init__(self, block: AbstractContextManager[None]) -> None:
+        self._block = block
+
+    @uncompiled
+    def __enter__(self) -> None:
+        self._block.__enter__()
+
+    @uncompiled
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._block.__exit__(*error)
 
 
 class _Hook:

@@ -47,7 +47,7 @@ from ddp.process.terminal import log
 from ddp.setting import Setup, refuse
 from ddp.strategies.host_store import PARAMETERS, HostStore
 from ddp.strategies.region import Region
-from ddp.strategies.sharded import Part, Sharded, Slices, is_large, share_of
+from ddp.strategies.sharded import Part, Sharded, Slices, copy_of, is_large, share_of
 from ddp.strategies.strategy import Replicated
 
 STRETCH_NUMEL = 16 * BLOCK_NUMEL  # gradients of 8 MB, which a last-level cache holds while they are clipped
@@ -387,7 +387,7 @@ def large_states(optimizer: Optimizer, group: Mapping[str, Any]) -> list[str]:
 
     A copy of the optimizer makes a step of one small tensor with the settings of the group, which shows its states.
     """
-    tried, parameter = copy.copy(optimizer), nn.Parameter(torch.zeros(2, 3))
+    tried, parameter = copy_of(optimizer), nn.Parameter(torch.zeros(2, 3))
     parameter.grad = torch.zeros(2, 3)
     tried.state, tried.param_groups = defaultdict(dict), [{**group, "params": [parameter]}]
     tried.step()

@@ -32,10 +32,14 @@ from ddp.replica.flat import Flat, is_absent
 from ddp.replica.fully_sharded import FullyShardedDataParallel
 from ddp.replica.replica import Replica
 from ddp.replica.units import Units, unit_modules
-from ddp.strategies.sharded import NO_GRADIENTS, Part, Sharded, Slices, parts_in, share_of
+from ddp.strategies.sharded import Part, Sharded, Slices, allow_step, parts_in, share_of
 from ddp.strategies.strategy import Agreement, Replicated
 
-REMEDY = "a penalty on weights, say, is computed in the forward of their unit, and kept there for the loss"
+WHERE_NAN = (
+    "Or the loss uses parameters outside of their unit's forward, where they read as NaN: compute a penalty on them in "
+    "that forward; or it and its backward inside of `with model.whole():`"
+)
+"""Advice for a step whose loss or gradient is NaN."""
 
 
 class FullySharded(Sharded):
@@ -49,7 +53,6 @@ class FullySharded(Sharded):
     """
 
     word = "fully_sharded"
-    _num_taken = 0  # the number of backwards at the last update
 
     @classmethod
     def replica_of(cls, module: nn.Module, **how: Any) -> FullyShardedDataParallel:
@@ -57,10 +60,6 @@ class FullySharded(Sharded):
         for name, each in {**unit_modules(module, how.get("units")), "the model": module}.items():
             if isinstance(each, torch.jit.ScriptModule):
                 raise ConfigError(f"{name} is a ScriptModule, which takes no hooks: give the module before torch.jit")
-        for name, parameter in module.named_parameters():
-            if not (parameter.is_floating_point() or parameter.is_complex()):
-                what = f"{name} is {parameter.dtype}, which has no NaN for what is released"
-                raise ConfigError(f"{what}: make it a buffer, which stays whole")
         return FullyShardedDataParallel(module, **how)
 
     @classmethod
@@ -75,6 +74,7 @@ class FullySharded(Sharded):
 
     def finish(self, *, alone: bool = False) -> None:
         """Leaves parameters in slices, and the optimizer without the state of those."""
+        allow_step(self.optimizer)
         if self._slices is not None:
             cut = self._slices.layout.slot_of
             whole = {each: known for each, known in self.optimizer.state.items() if id(each) not in cut}
@@ -89,12 +89,9 @@ class FullySharded(Sharded):
         try:
             return super().agree(step)
         except Diverged as error:
-            raise Diverged(f"{error}. Released parameters are NaN: {REMEDY}") from error
-
-    def _gradient_norm(self) -> Tensor:
-        if self.model.num_steps == self._num_taken:  # there are none, or sums over micro-batches
-            raise RuntimeError(NO_GRADIENTS)
-        return super()._gradient_norm()
+            if " nan " not in str(error):
+                raise
+            raise Diverged(f"{error}. {WHERE_NAN}") from error
 
     def _sum(self, found: Tensor, what: str) -> None:
         order = self.units.order
@@ -110,7 +107,6 @@ class FullySharded(Sharded):
         self.units.release()
         assert isinstance(self._slices, UnitSlices)
         self._slices.drop_gradients()
-        self._num_taken = self.model.num_steps
 
     @torch.no_grad()
     def _take_gradient(self, part: Part) -> None:
@@ -186,21 +182,10 @@ def _is_of_elements(value: Any) -> bool:
 
 
 class UnitSlices(Slices):
-    """The slices of a layout's units that this rank updates.
-
-    Raises:
-        ConfigError: parameters have another type than when they were cut.
-    """
+    """The slices of a layout's units that this rank updates."""
 
     def __init__(self, layout: Layout, collective: ReduceScatter, units: Units) -> None:
         self._flats = {bucket: units.flat_of(bucket) for bucket in layout.buckets}
-        for slot in layout.slots:
-            flat = self._flats[layout.buckets[layout.index_of[id(slot.parameter)]]]
-            if slot.parameter.dtype is not flat.dtype:
-                raise ConfigError(
-                    f"{slot.name} was {flat.dtype} and is {slot.parameter.dtype} since strategy='fully_sharded' was "
-                    "made: convert the model first"
-                )
         super().__init__(layout, collective, {bucket: flat.mine for bucket, flat in self._flats.items()})
 
     def take_in(self) -> None:

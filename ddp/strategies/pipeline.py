@@ -349,7 +349,8 @@ class Pipeline:
         finally:
             for stage in self._stages.values():
                 stage.forget()
-        if self._replica is not None:
+        if self._replicas and self._replica:
+            self._check_chains(self._replicas)
             self._replica.average_gradients()
         self._is_out_of_step = False
         return mean
@@ -367,6 +368,13 @@ class Pipeline:
             if number in self._stages and not (isinstance(tensor, Tensor) and tensor.dim() and len(tensor)):
                 raise ConfigError(f"{name} {where}: it takes a tensor [num_samples, …], and got {_kind(tensor)}")
 
+    def _check_chains(self, replicas: Communicator) -> None:
+        """Raises ConfigError, on every rank of a stage, if chains have different numbers of samples."""
+        sizes = [int(each) for each in replicas.all_gather(torch.tensor([self._num_samples], device=replicas.device))]
+        if len(set(sizes)) > 1:
+            numbers = ", ".join(map(str, sizes))
+            raise ConfigError(f"chains have {numbers} samples, and would all count the same: give each as many")
+
     def _play(self, inputs: Tensor | None, targets: Tensor | None, loss: Loss, size: int) -> Tensor | None:
         """Sends the shape of the batch down, and then goes through the rounds of this rank's stages."""
         before, after = self._edges.get(self.stage - 1), self._edges.get(self.stage + 1)
@@ -374,6 +382,7 @@ class Pipeline:
         sent = before.recv_form(0, OF_BATCH) if before else (0, [*mine, size, *cast(Tensor, inputs).shape])
         *theirs, first_size = sent[1][:3]
         shape = sent[1][3:]
+        self._num_samples = shape[0]
         num_micro = -(-shape[0] // first_size)
         plan = self._prove(num_micro)
         if after:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, chain, compress, pairwise, starmap
 from typing import Any, NamedTuple
@@ -47,11 +47,6 @@ from ddp.units import counted
 
 ELEMENTWISE = (SGD, Adam, AdamW, LARS, LARC, LAMB)
 """Optimizers that update each element by itself, except for norms that they request; a derived class may not."""
-NO_GRADIENTS = (
-    "no backward has averaged gradients for this step: before each step, run one through what strategy.model returns, "
-    "outside of no_sync()"
-)
-"""Says what is wrong if a program calls `step` without that."""
 
 
 class Sharded(Replicated):
@@ -80,7 +75,8 @@ class Sharded(Replicated):
                 f"{name} with {kind}: takes SGD, Adam, AdamW, LARS, LARC and LAMB, which update each element by itself "
                 "except for norms; take one of these, or Replicated (strategy='auto')"
             )
-        if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        before = optimizer._optimizer_step_pre_hooks
+        if optimizer._optimizer_step_post_hooks or set(before.values()) - {refuse_step}:
             raise ConfigError(
                 f"{name} with hooks of {kind}: they would see parts; remove them, or take Replicated (strategy='auto')"
             )
@@ -98,8 +94,11 @@ class Sharded(Replicated):
         self._of_parts: Optimizer = optimizer  # over the parts, once they are known
         self._places: dict[int, Part] = {}  # by address
         self._groups: list[list[int]] = []  # ids of parameters, by group
+        if not before:
+            optimizer.register_step_pre_hook(refuse_step)
 
     def finish(self, *, alone: bool = False) -> None:
+        allow_step(self.optimizer)
         if self._slices is not None:
             self.optimizer.state = self._state_without_others() if alone else self._whole_state(keep=True)
             self._slices.give_back()
@@ -181,8 +180,6 @@ class Sharded(Replicated):
         if self._slices is not None and self._slices.buckets is layout.buckets and self._groups == groups:
             self._slices.take_in()
             return self._slices
-        if not layout.has_memory:
-            raise RuntimeError(NO_GRADIENTS)
         if layout.sparse:
             raise ConfigError(
                 f"{layout.sparse[0].name} has a sparse gradient, which no slice can hold: take Replicated"
@@ -217,7 +214,7 @@ class Sharded(Replicated):
 
     def _optimizer_of(self, parts: Sequence[Part]) -> Optimizer:
         """Returns an optimizer of these parts, without a state."""
-        mine = copy.copy(self.optimizer)
+        mine = copy_of(self.optimizer)
         by_parameter = {id(part.whole): part for part in parts}
         self._places = {part.weights.data_ptr(): part for part in parts}
         mine.state = defaultdict(dict)
@@ -368,6 +365,29 @@ class Served(Sharded):
         for slot in self._layout.slots:
             slot.parameter.grad = None if slot.name in without else slot.view
         self.model.end_step(totals)
+
+
+def refuse_step(*_: Any) -> None:
+    """Refuses the program's own call of `optimizer.step()`, which would update what this rank has no gradients of."""
+    raise ConfigError(
+        "optimizer.step() while a strategy divides the update among ranks: call ddp.strategies.step(strategy) instead, "
+        "or strategy.finish() first"
+    )
+
+
+def allow_step(optimizer: Optimizer) -> None:
+    """Lets the program call `optimizer.step()` again."""
+    hooks = optimizer._optimizer_step_pre_hooks
+    for number in [number for number, hook in hooks.items() if hook is refuse_step]:
+        del hooks[number]
+
+
+def copy_of(optimizer: Optimizer) -> Optimizer:
+    """Returns an optimizer with the same groups and state, whose steps are allowed."""
+    mine = copy.copy(optimizer)
+    mine._optimizer_step_pre_hooks = OrderedDict(optimizer._optimizer_step_pre_hooks)
+    allow_step(mine)
+    return mine
 
 
 def is_large(value: Any, like: Tensor, name: str) -> bool:

@@ -127,8 +127,16 @@ def step(strategy: Strategy) -> Agreement:
 
     Raises:
         UnusedParameters, Diverged: as `Strategy.agree`.
+        RuntimeError: no backward has averaged gradients since the last step.
     """
-    agreement = strategy.agree(strategy.model.num_steps)
+    model = strategy.model
+    if model.num_steps == model.num_ended:
+        raise RuntimeError(
+            "no backward has averaged gradients since the last step: compute the loss by strategy.model(…), not by its "
+            "module, and run the last backward of a step outside of no_sync()"
+        )
+    model.num_ended = model.num_steps
+    agreement = strategy.agree(model.num_steps)
     if not agreement.is_overflow:
         strategy.update(agreement)
     return agreement

@@ -13,7 +13,8 @@ import copy
 import gc
 import io
 import os
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -32,7 +33,7 @@ from ddp.errors import ConfigError, Diverged
 from ddp.gradients.bucket import Bucket, Slot
 from ddp.gradients.reducer import slice_bounds
 from ddp.replica.flat import absent, is_absent
-from ddp.replica.units import dissolve_units, form_of, unit_modules
+from ddp.replica.units import dissolve_units, form_of, unit_modules, units_of
 from ddp.strategies import Sharded, step
 from ddp.strategies.fully_sharded import FullySharded
 
@@ -68,6 +69,10 @@ def test_units_are_the_elements_of_outermost_containers() -> None:
         *("deep.layers.0", "deep.layers.2"),
     ]
     assert unit_modules(linear()) == {}
+    net = Net()
+    net.alias = net.blocks
+    units = units_of(net, list(net.named_parameters()), None)
+    assert [(unit.name, len(unit.named)) for unit in units] == [*((f"blocks.{n}", 4) for n in range(3)), ("", 5)]
 
 
 def test_a_pattern_overrides_them() -> None:
@@ -192,6 +197,28 @@ class Tied(Net):
         super().__init__()
         self.blocks[2][0].weight = self.blocks[0][0].weight
         self.blocks[1][2].bias = self.first.bias
+
+
+class TiedToTheRoot(Net):
+    """A layer of the root shares a weight whose first name is a unit's: GPTs with an embedding in a dictionary do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.again = nn.Linear(8, 16, bias=False)
+        self.again.weight = self.blocks[0][0].weight
+
+    def layers(self) -> list[Callable[[Tensor], Tensor]]:
+        return [*self.blocks, lambda hidden: self.again(hidden)[:, :8]]
+
+
+class Quantized(Net):
+    """Whole numbers, which cannot be NaN, and are frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for each in self.blocks:
+            each.factors = nn.Parameter(torch.arange(8, dtype=torch.uint8), requires_grad=False)
+            each.register_forward_hook(lambda each, _, hidden: hidden * each.factors / 8)
 
 
 class PartlyFrozen(Net):
@@ -320,6 +347,13 @@ def hooks_on_parameters(strategy: Strategy, inputs: Tensor, classes: Tensor, num
     assert len(seen) == len(parameters) and all(each.isfinite().all() for each in seen)
 
 
+def zeroed(strategy: Strategy, inputs: Tensor, classes: Tensor, number: int) -> None:
+    with strategy.model.no_sync():
+        loss_of(strategy, inputs, classes).backward()
+    strategy.optimizer.zero_grad(set_to_none=False)
+    loss_of(strategy, inputs, classes).backward()
+
+
 def replaced(strategy: Strategy, inputs: Tensor, classes: Tensor, number: int) -> None:
     loss_of(strategy, inputs, classes).backward()
     for name, parameter in strategy.model.module.named_parameters():
@@ -371,6 +405,8 @@ PROGRAMS: dict[str, tuple[type[nn.Module], Any]] = {
     "checkpointed twice": (Checkpointed, checkpointed_around),
     "channels": (Channels, plain),
     "tied": (Tied, plain),
+    "tied to the root": (TiedToTheRoot, plain),
+    "quantized": (Quantized, plain),
     "partly frozen": (PartlyFrozen, plain),
     "pruned": (Pruned, plain),
     "other layouts": (OtherLayouts, plain),
@@ -380,7 +416,7 @@ PROGRAMS: dict[str, tuple[type[nn.Module], Any]] = {
         each.__name__: (Net, each)
         for each in (
             *(saved_on_cpu, hooks_outside, retained, two_forwards, evaluations, gradient_of_inputs, penalty),
-            *(hooks_on_parameters, replaced, freezing, autocast, after_an_error),
+            *(hooks_on_parameters, zeroed, replaced, freezing, autocast, after_an_error),
         )
     },
 }
@@ -465,6 +501,8 @@ def released(comm: ddp.Communicator) -> None:
     for act in (*states, lambda: module.load_state_dict(Net().state_dict())):
         with pytest.raises(ConfigError, match=rf"(the root unit|unit blocks.1) is {IN_TURN}"):
             act()
+    with pytest.raises(ConfigError, match=r"^copy model\.module inside of `with model\.whole"):
+        torch.optim.swa_utils.AveragedModel(strategy.model)
     for act in (copy.deepcopy, cloudpickle.dumps, lambda each: torch.save(each, io.BytesIO(), cloudpickle)):
         for each in (module, *parts):
             with pytest.raises(ConfigError, match=IN_TURN):
@@ -509,6 +547,17 @@ def written(comm: ddp.Communicator) -> None:
             with pytest.raises(ConfigError, match=says):
                 plain(strategy, *mine(), 0)
                 step(strategy)
+
+
+    strategy = made(net=Bounded)
+    with pytest.raises(ConfigError, match=r"rows.weight was written to outside of .* max_norm of an embedding w"):
+        for number in range(2):
+            plain(strategy, *mine(), number)
+            step(strategy)
+    strategy = made()
+    strategy.model.bfloat16()
+    with pytest.raises(ConfigError, match=r"scale was torch.float32 and is torch.bfloat16 since .*: convert the"):
+        strategy.model(mine()[0].bfloat16())
 
 
 def write(act: Callable[[nn.Parameter], None], parameter: nn.Parameter, *_: Any) -> None:
@@ -574,6 +623,35 @@ def without_zero_grad(comm: ddp.Communicator) -> None:
     step(strategy)
     with pytest.raises(RuntimeError, match=r"has the gradient of the last step, which is in slices.*call zero_grad"):
         plain(strategy, *mine(), 0)
+    strategy.optimizer.zero_grad(set_to_none=False)
+    plain(strategy, *mine(), 0)
+
+
+def frozen(comm: ddp.Communicator) -> None:
+    """A model that is not trained, but computes in slices; gradients flow through it."""
+    torch.manual_seed(5)
+    net = Net()
+    twin = FullySharded.replica_of(copy.deepcopy(net).requires_grad_(False))
+    found = []
+    for each in (net, twin):
+        inputs = mine()[0].requires_grad_(True)
+        F.cross_entropy(each(inputs), mine()[1]).backward()
+        found.append(inputs.grad)
+    assert torch.equal(*found)
+    assert all(parameter.isnan().all() for parameter in twin.module.blocks[2].parameters())
+
+
+def on_the_meta_device(comm: ddp.Communicator) -> None:
+    with torch.device("meta" if comm.rank else "cpu"):
+        net = Net()
+    strategy = made(net=lambda: net)
+    plain(strategy, *mine(), 0)
+    step(strategy)
+    with torch.device("meta" if comm.rank else "cpu"):
+        net = Net()
+        net.blocks[1].table = torch.ones(3)
+    with pytest.raises(ConfigError, match=r"^blocks.1.table is on the meta device on rank 1, and gets no values, beca"):
+        made(net=lambda: net)
 
 
 def without_backward(comm: ddp.Communicator) -> None:
@@ -596,12 +674,12 @@ def without_backward(comm: ddp.Communicator) -> None:
         for kind in (Sharded, FullySharded):
             strategy = made(kind)
             act(strategy)
-            with pytest.raises(RuntimeError, match="no backward has averaged gradients for this step: before each"):
+            with pytest.raises(RuntimeError, match="no backward has averaged gradients since the last step"):
                 step(strategy)
     strategy = made()
     plain(strategy, *mine(), 0)
     step(strategy)
-    with pytest.raises(RuntimeError, match="no backward has averaged gradients for this step"):
+    with pytest.raises(RuntimeError, match="no backward has averaged gradients since the last step"):
         step(strategy)
 
 
@@ -609,15 +687,11 @@ def read_for_the_loss(comm: ddp.Communicator) -> None:
     strategy = made()
     penalty = sum(each.square().sum() for each in strategy.model.parameters())
     (loss_of(strategy, *mine()) + penalty).backward()
-    with pytest.raises(Diverged, match=r"norm of step 1 is nan.*Released parameters are NaN: a penalty on weights"):
+    with pytest.raises(Diverged, match=r"norm of step 1 is nan.*their unit.s forward, where they read as NaN"):
         step(strategy)
 
 
 def refused_kinds(comm: ddp.Communicator) -> None:
-    net = Net()
-    net.blocks[1].scale = nn.Parameter(torch.ones(3, dtype=torch.int8), requires_grad=False)
-    with pytest.raises(ConfigError, match=r"blocks\.1\.scale is torch\.int8, which has no NaN.*make it a buffer"):
-        FullySharded(net, torch.optim.SGD(net.parameters()))
     net = Net()
     net.blocks[1] = torch.jit.script(net.blocks[1])
     with pytest.raises(ConfigError, match=r"blocks\.1 is a ScriptModule, which takes no hooks"):
@@ -630,7 +704,7 @@ def outside(comm: ddp.Communicator) -> None:
     module = strategy.model.module
     handle = module.register_forward_hook(lambda module, _, outputs: outputs + module.blocks[1][2].bias.sum())
     plain(strategy, *mine(), 0)
-    with pytest.raises(Diverged, match="a parameter that is read outside of its unit's forward is NaN, too"):
+    with pytest.raises(Diverged, match="the loss uses parameters outside of their unit's forward"):
         step(strategy)
     strategy.optimizer.zero_grad()
     handle.remove()
@@ -642,7 +716,12 @@ def outside(comm: ddp.Communicator) -> None:
         with pytest.raises(ConfigError, match=r"blocks.1.0.weight is used outside of the forward of unit blocks.1,"):
             strategy.model(X)
         handle.remove()
-    plain(strategy, *mine(), 0)
+    (loss_of(strategy, *mine()) + module.blocks[1][0].weight.square().sum()).backward()
+    with pytest.raises(Diverged, match=r"^the gradient norm of step \d is nan .* Or the loss uses parameters outs"):
+        step(strategy)
+    strategy.optimizer.zero_grad()
+    with strategy.model.whole():
+        (loss_of(strategy, *mine()) + module.blocks[1][0].weight.square().sum()).backward()
     step(strategy)
 
 
@@ -674,17 +753,40 @@ def transforms(comm: ddp.Communicator) -> None:
 
 
 class Rows(Net):
+    how: Mapping[str, Any] = {"sparse": True}
+
     def __init__(self) -> None:
         super().__init__()
-        self.rows = nn.Embedding(3, 8, sparse=True)
+        self.rows = nn.Embedding(3, 8, **self.how)
 
     def forward(self, inputs: Tensor) -> Tensor:
         return super().forward(inputs) + self.rows(torch.tensor([1])).sum()
 
 
+class Bounded(Rows):
+    """Writes to a weight in its forward."""
+
+    how: Mapping[str, Any] = {"max_norm": 0.1}
+
+
+def lazy(comm: ddp.Communicator) -> None:
+    with pytest.raises(ConfigError, match=r"weight of a lazy module has no shape yet: run one forward before making t"):
+        made(net=lambda: nn.LazyLinear(3))
+
+
 def sparse_gradient(comm: ddp.Communicator) -> None:
     with pytest.raises(ConfigError, match=r"rows.weight has a sparse gradient, which no slice can hold"):
         plain(made(net=Rows), *mine(), 0)
+
+
+def compiled_around(comm: ddp.Communicator) -> None:
+    """The compiler must not follow what gathers units, of which it warns."""
+    strategy = made()
+    model = torch.compile(strategy.model, backend="eager")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="Dynamo ")
+        F.cross_entropy(model(mine()[0]), mine()[1]).backward()
+    step(strategy)
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------
@@ -758,7 +860,8 @@ def memory(comm: ddp.Communicator) -> None:
 
 CASES = (
     *(programs, micro_batches, released, written, whole, without_zero_grad, outside, updated_between, transforms),
-    *(in_another_replica, without_backward, read_for_the_loss, refused_kinds, sparse_gradient, memory),
+    *(in_another_replica, without_backward, read_for_the_loss, refused_kinds, lazy, sparse_gradient, frozen),
+    *(on_the_meta_device, memory, compiled_around),
 )
 
 

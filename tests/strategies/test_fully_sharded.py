@@ -325,6 +325,7 @@ def test_other_orders_of_units_are_an_error_on_every_rank() -> None:
     expected = "ReplicaMismatch: the ranks use units in different orders: rank 0 uses unit parts.1, rank 1 uses"
     assert all(said.startswith(expected) for said in first), first
     assert all(str(said).startswith(("CollectiveMismatch", "ReplicaMismatch")) for said in later), later
+    assert all("unit parts.1" in said and "unit parts.2" in said for said in later), later
     expected = "ReplicaMismatch: the ranks have used units in different orders since the last update, so that they had"
     assert all(str(said).startswith(expected) for said in exchanged), exchanged
 

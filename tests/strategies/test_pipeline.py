@@ -520,6 +520,22 @@ def test_no_step_follows_one_that_broke_off() -> None:
     assert says in second[-1]
 
 
+def unequal_chains() -> str:
+    comm = ddp.init(abort_s=ABORT_S)
+    pipe = ddp.Pipeline([lambda: nn.Linear(4, 4)] * 2)
+    data = torch.ones(6 + 2 * pipe.chain, 4)
+    with pytest.raises(ConfigError) as refused:
+        pipe.step(*(data, None) if pipe.stage == 0 else (None, data), F.mse_loss, micro_size=2)
+    ddp.shutdown(failed=str(refused.value))
+    assert comm.world_size == 4
+    return str(refused.value)
+
+
+def test_chains_have_as_many_samples() -> None:
+    expected = "chains have 6, 8 samples, and would all count the same: give each as many"
+    assert run_ranks(unequal_chains, 4) == [expected] * 4
+
+
 def few(num_micro: int) -> list[str]:
     """What is said in two steps."""
     pipe = ddp.Pipeline(makes(4, dropout=0))

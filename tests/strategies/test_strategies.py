@@ -19,7 +19,7 @@ import ddp
 from ddp.errors import ConfigError, Diverged
 from ddp.optim.precision import forward_precision
 from ddp.replica.broadcast import tensor_hash
-from ddp.strategies import CentralStorage, Replicated, Sharded, Strategy, step
+from ddp.strategies import CentralStorage, FullySharded, Replicated, Sharded, Strategy, step
 
 X = torch.randn(40, 12, generator=torch.Generator().manual_seed(0))
 CLASSES = torch.randint(0, 3, (40,), generator=torch.Generator().manual_seed(1))
@@ -153,3 +153,32 @@ def loops() -> None:
 
 def test_a_loop_of_ones_own_makes_what_fit_makes() -> None:
     run_ranks(loops, 2)
+
+
+def habits() -> None:
+    """What other libraries' loops do: ranks would update with gradients that were not averaged, or not theirs."""
+    ddp.init(abort_s=20)
+    for kind in (Replicated, Sharded, CentralStorage, FullySharded):
+        module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        optimizer = torch.optim.AdamW(module.parameters(), fused=True)
+        strategy: Strategy = kind(module, optimizer)
+        for number in range(2):
+            if number or kind is not FullySharded:
+                with strategy.model.whole():
+                    module(torch.ones(1, 2)).sum().backward()
+            with pytest.raises(RuntimeError, match=r"no backward has averaged gradients .* by strategy.model\(…\), no"):
+                step(strategy)
+            optimizer.zero_grad()
+            strategy.model(torch.ones(1, 2)).sum().backward()
+            if kind is not Replicated:
+                with pytest.raises(ConfigError, match=r"optimizer.step\(\) while .*: call ddp.strategies.step\(strate"):
+                    optimizer.step()
+            step(strategy)
+        kind(strategy.model, optimizer)  # before the other one has finished
+        strategy.finish()
+        if kind is not FullySharded:
+            optimizer.step()
+
+
+def test_habits_from_other_loops_are_refused() -> None:
+    run_ranks(habits, 2)
