@@ -162,6 +162,8 @@ class Flat:
     def slice_of(self, values: Mapping[str, Tensor | None], dtype: torch.dtype, *, what: str) -> Tensor:
         """Returns this rank's slice of values that rank 0 has for the parameters, laid out as these. Collective.
 
+        The slice is a part of memory for all of the values.
+
         Args:
             values: by name of the parameter; None counts as zeros.
             what: for messages.
@@ -171,7 +173,7 @@ class Flat:
             for slot, view in zip(self.bucket.slots, self.bucket.views_of(whole), strict=True):
                 if (value := values[slot.name]) is not None:
                     view.copy_(value)
-        return self._comm.broadcast(whole, label=f"{what} of {self.bucket.label}")[self.start : self.stop].clone()
+        return self._comm.broadcast(whole, label=f"{what} of {self.bucket.label}")[self.start : self.stop]
 
     def give_up(self) -> None:
         """Leaves each parameter in its own memory."""

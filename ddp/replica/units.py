@@ -528,11 +528,12 @@ class Units:
         """Returns the parameters that this rank keeps, as flat slices of units."""
         return [flat.mine for unit in self.all for flat in unit.flats]
 
-    def slices_of(self, state: Mapping[str, Tensor]) -> Iterator[Tensor]:
-        """Yields this rank's slices of a state that rank 0 has, one after another. Collective."""
-        for flat in [flat for unit in self.all for flat in unit.flats]:
+    def load_slices(self, state: Mapping[str, Tensor], into: Sequence[Tensor]) -> None:
+        """Copies this rank's slices of a state that rank 0 has, one unit after another. Collective."""
+        flats = (flat for unit in self.all for flat in unit.flats)
+        for flat, mine in zip(flats, into, strict=True):
             values = {slot.name: state[slot.name] for slot in flat.bucket.slots}
-            yield flat.slice_of(values, flat.dtype, what="loading")
+            mine.copy_(flat.slice_of(values, flat.dtype, what="loading"))
 
     @contextmanager
     def replaced(self, slices: Sequence[Tensor]) -> Iterator[None]:
@@ -553,8 +554,7 @@ class Units:
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Takes this rank's slices of a state that rank 0 has, one unit after another, and all buffers. Collective."""
-        for mine, loaded in zip(self.slices(), self.slices_of(state), strict=True):
-            mine.copy_(loaded)
+        self.load_slices(state, self.slices())
         self.release()
         buffers = {name: each for name, each in self._module.named_buffers() if name in state}
         if self.comm.rank == 0:

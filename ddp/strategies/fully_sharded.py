@@ -166,6 +166,7 @@ class FullySharded(Sharded):
                 for slot, _, begin, end in parts_in(flat.bucket, flat.start, flat.stop):
                     if _is_of_elements(values[slot.name]):  # a scalar's state has been loaded with the small ones
                         mine[slot.parameter][name] = here[begin - flat.start : end - flat.start].clone()
+                del here  # the memory of the unit, before the next one takes some
         self.optimizer.state, self._slices = mine, None
 
     def _flats(self) -> list[Flat]:

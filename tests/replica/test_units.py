@@ -22,6 +22,7 @@ from typing import Any
 import cloudpickle
 import pytest
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from ranks import run_cases, run_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -29,6 +30,7 @@ from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import ddp
+from ddp.comm.objects import all_gather_object, broadcast_object
 from ddp.errors import ConfigError, Diverged
 from ddp.gradients.bucket import Bucket, Slot
 from ddp.gradients.reducer import slice_bounds
@@ -858,10 +860,34 @@ def memory(comm: ddp.Communicator) -> None:
     strategy.finish()
 
 
+def loading(comm: ddp.Communicator) -> None:
+    """On other ranks than 0 a state takes no more memory than a unit while it comes."""
+    strategy = made(net=Deep)
+    plain(strategy, *mine(), 0)
+    step(strategy)
+    state = broadcast_object(comm, strategy.state_dict())
+    if comm.rank:  # which knows the forms alone
+        state = apply_to_collection(state, Tensor, lambda each: each.to("meta") if each.dim() else each)
+    known = storages()
+    strategy, peaks, broadcast = made(net=Deep), list[int](), comm.broadcast
+
+    def watched(*given: Any, **how: Any) -> Any:
+        found = broadcast(*given, **how)
+        peaks.append(held_bytes(known))
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(comm, "broadcast", watched)
+        strategy.load_state_dict(state)
+    more, largest = max(peaks) - held_bytes(known), max(unit.num_bytes for unit in strategy.units.all)
+    assert all_gather_object(comm, more)[1] <= 1.05 * largest, (more, largest)
+    strategy.finish()
+
+
 CASES = (
     *(programs, micro_batches, released, written, whole, without_zero_grad, outside, updated_between, transforms),
     *(in_another_replica, without_backward, read_for_the_loss, refused_kinds, lazy, sparse_gradient, frozen),
-    *(on_the_meta_device, memory, compiled_around),
+    *(on_the_meta_device, memory, loading, compiled_around),
 )
 
 

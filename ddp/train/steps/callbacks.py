@@ -341,7 +341,9 @@ class SliceAverages:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resumes from such a state, which rank 0 has whole."""
         values = {name.removeprefix("module."): value for name, value in state.items()}
-        self._means, self.num_averaged = list(self._units.slices_of(values)), int(state["n_averaged"])
+        self._means = [torch.empty_like(each) for each in self._units.slices()]
+        self.num_averaged = int(state["n_averaged"])
+        self._units.load_slices(values, self._means)
 
 
 def _weights(state: TrainState) -> Iterator[Tensor]:
