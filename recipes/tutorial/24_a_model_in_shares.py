@@ -86,7 +86,7 @@ def by_library(comm: ddp.Communicator, kind: type = FullySharded) -> tuple[Tenso
         strategy.optimizer.zero_grad()
         nn.functional.cross_entropy(replica(inputs), classes).backward()
         ddp.strategies.step(strategy)
-    assert kind is Replicated or all(each.untyped_storage().nbytes() == 8 for each in model.parameters())  # one NaN
+    assert kind is Replicated or not any(each.isfinite().any() for each in model.parameters())  # the rest reads as NaN
     calls = [call for call in comm.recent_calls()[num_calls:] if call["operation"] != "all_reduce"]
     with replica.whole():
         return nn.utils.parameters_to_vector(model.parameters()), calls

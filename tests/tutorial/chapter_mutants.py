@@ -170,7 +170,7 @@ SUBJECTS = {  # chapter → the functions that it is about
     "24_a_model_in_shares": [
         "replica/flat.py: Flat.__init__, Flat._taken",
         "replica/in_slices.py: InSlices.fill",
-        "strategies/fully_sharded.py: UnitSlices.__init__, UnitSlices.take_gradients",
+        "strategies/fully_sharded.py: UnitSlices.__init__, UnitSlices.take_in",
     ],
 }
 
