@@ -12,14 +12,14 @@ import ddp
 
 PACKAGE = Path(__file__).parent.parent / "ddp"
 LIMITS = {
-    "code lines outside of lab/": 36_530,
+    "code lines outside of lab/": 37_110,
     "code lines of lab/": 4_030,
-    "code lines of comm/, gradients/ and replica/": 11_440,
-    "modules outside of lab/": 216,
+    "code lines of comm/, gradients/ and replica/": 11_780,
+    "modules outside of lab/": 218,
     "folders and files at the top": 20,
     "parameters of fit": 20,  # with **mistyped, which takes names that it does not have
     "lines of a function": 62,
-    "lines of a class": 404,
+    "lines of a class": 408,
 }
 NO_CODE = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from importlib import import_module
 from itertools import accumulate, pairwise
 from operator import call
 from pathlib import Path
@@ -24,7 +25,7 @@ from ddp.collectives.catalog import (
 from ddp.collectives.cost import Link, Network, about_messages, bus_bandwidth, equal_hosts
 from ddp.collectives.picture import svg
 from ddp.collectives.pipelines import ALIASES, PIPELINES, Costs
-from ddp.collectives.schedule import draw
+from ddp.collectives.schedule import Goal, Proof, draw
 from ddp.collectives.simulate import simulate, whole_chunks
 from ddp.commands.registry import parser_of, rate_of, respond, time_of
 from ddp.errors import did_you_mean
@@ -184,6 +185,12 @@ def check_main(words: Sequence[str]) -> int:
     """Proves the schedule that the words name."""
     parser = parser_of("check")
     add_schedule(parser, RANKS_FOLLOWED)
+    parser.add_argument(
+        "--compiled",
+        action="store_const",
+        const=True,
+        help="compile an all-reduce by JAX, and compare its bits with the proof",
+    )
     return respond(parser, parser.parse_args(words), run_check)
 
 
@@ -208,10 +215,30 @@ def run_check(options: argparse.Namespace) -> str:
     ]
     if schedule.goal.adds:
         lines.append(f"  order of additions: {'canonical' if proof.canonical else 'not canonical'}")
+    if options.compiled:
+        lines.append(f"  {compiled_in_words(options, schedule, proof)}")
     if options.num_ranks > MOST_RANKS_SHOWN:
         return "\n".join([*lines, f"  (what chunks become is shown up to {MOST_RANKS_SHOWN} ranks)"])
     of = "" if schedule.goal.adds else "of rank "
     return "\n".join(lines + [f"  chunk {chunk} = {of}{part}" for chunk, part in enumerate(proof.expressions)])
+
+
+MOST_DEVICES = 64  # of the CPU, each with its threads
+
+
+def compiled_in_words(options: argparse.Namespace, schedule: Schedule, proof: Proof) -> str:
+    """Returns a line on the compiled schedule, once its bits are those of the proof."""
+    if schedule.goal is not Goal.ALL_REDUCE or schedule.num_shards is not None:
+        raise ValueError(f"--compiled: {options.schedule} is no all-reduce over ranks, which alone are compiled")
+    if options.num_ranks > MOST_DEVICES:
+        raise ValueError(f"--compiled with {options.num_ranks:,} ranks: take at most {MOST_DEVICES}")
+    try:
+        compiled = import_module("ddp.collectives.compiled")
+    except ImportError as error:
+        raise ValueError(f"--compiled needs JAX ({error}): pip install '.[tpu]'") from error
+    num_permutes = compiled.compare(schedule, proof, options.num_ranks)
+    devices = counted(options.num_ranks, "device")
+    return f"compiled for {devices}: {counted(num_permutes, 'permute')}, and on each the bits of the proof"
 
 
 # --- simulate: how long a schedule takes on a network ----------------------------------------------------------------
@@ -288,6 +315,7 @@ def chosen_pipeline(options: argparse.Namespace) -> pipelines.Algorithm | None:
     options.micro = options.micro or MICRO_BATCHES
     refuse(options, ["hosts", "per_host", *OF_COLLECTIVES], "a pipeline has one stage per rank, wherever that is")
     refuse(options, ["shards"], "a pipeline has no shards")
+    refuse(options, ["compiled"], "a pipeline is not compiled, but all-reduces are")
     if options.num_ranks * options.micro > MOST_COMPUTED:
         raise ValueError(
             f"{options.num_ranks:,} stages and {options.micro:,} micro-batches: a proof follows each micro-batch "
