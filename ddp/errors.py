@@ -101,7 +101,7 @@ CALLED_ELSEWHERE = {  # our word, or a sentence → other libraries' words for i
     "Take ddp.Averaging(find_unused_parameters=True), or replica.find_unused_parameters=true": (
         "ddpfindunusedparameterstrue"
     ),
-    "TPUs are not supported": "tpu xla",
+    "TPUs are a strategy: strategy=tpu cluster.workers=4, or ddp.fit(…, strategy='tpu')": "tpu xla tpustrategy",
     "Pipelines are for a loop of your own, by ddp.Pipeline; slices of layers are made by hand": (
         "pipeline pipelineparallel gpipe tensorparallel modelparallel megatron"
     ),

@@ -79,3 +79,27 @@ def test_a_rule_is_said_in_the_words_of_who_asked(facts: dict[str, Any], typed: 
         with pytest.raises(ConfigError) as error:
             refuse(Setup(in_settings=in_settings, **facts))
         assert words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("facts", "words"),
+    [
+        ({"precision": "bf16"}, "strategy=tpu: a compiled step computes in the types of its parameters, and not in"),
+        ({"same_bits": True}, "same_bits.on=true with strategy=tpu: a compiled step adds up by devices; take s"),
+        ({"hook": "top_k"}, "hook=top_k: with strategy=tpu gradients travel inside a compiled step; leave it out"),
+        ({"wire": "bf16"}, "replica.wire=bf16: with strategy=tpu gradients travel inside a compiled step; leav"),
+        ({"kind": "naive"}, "strategy=tpu: compiles whole steps, so that replica.kind=naive does nothing; leave"),
+        ({"waits": True}, "strategy=tpu: SyncBatchNorm waits for other ranks, and here is one; take BatchNorm"),
+        ({"is_sparse": True}, "strategy=tpu: a layer has sparse gradients, which a compiled step does not have; take"),
+        ({"is_stream": True}, "strategy=tpu: data is a stream, whose samples no device can be dealt; give a data set"),
+        ({"device": "cuda"}, "strategy=tpu: the model is on the CPU, and JAX finds the devices; leave device=cuda out"),
+        ({"min_workers": 1}, "cluster.min_workers=1: with strategy=tpu all workers are devices of one process,"),
+        ({"num_shards": 3, "workers": 2}, "batch.num_shards=3: with strategy=tpu each of 2 workers has one sha"),
+        ({"num_hosts": 2}, "strategy=tpu: one process has all devices, and there are several hosts; take one h"),
+    ],
+)
+def test_what_devices_of_jax_do_not_do(facts: dict[str, Any], words: str) -> None:
+    refuse(Setup(in_settings=True, strategy="tpu", workers=2, num_shards=2))
+    with pytest.raises(ConfigError) as error:
+        refuse(Setup(in_settings=True, strategy="tpu", **facts))
+    assert str(error.value).startswith(words)

@@ -66,7 +66,8 @@ def is_installed(file: str) -> bool:
 def users_frame(error: BaseException) -> traceback.FrameSummary | None:
     """Returns the innermost frame of a traceback that belongs neither to a library nor to this package."""
     frames = reversed(traceback.extract_tb(error.__traceback__))
-    return next((frame for frame in frames if not frame.filename.startswith(_NOT_THE_USERS)), None)
+    users = (each for each in frames if not (each.filename.startswith(_NOT_THE_USERS) or is_installed(each.filename)))
+    return next(users, None)
 
 
 def _unescaped(text: bytes) -> str:

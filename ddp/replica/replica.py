@@ -70,6 +70,8 @@ class Replica(nn.Module, ABC):
         inputs: the ranks that have inputs.
         accumulation: adds up this rank's micro-batches.
         steps_in_backward: an optimizer steps in backward, so that no step can be rolled back.
+        compute: makes whole steps (`compiled.py`); None: the loop calls forward and backward.
+        num_devices: on which this process computes the shards of a step.
         collective: averages a bucket if no hook does; None: gradients are averaged one by one.
         units: the parts that are gathered as one, if parameters are in slices.
         wire: the format in which gradients travel between hosts, if not their own.
@@ -92,6 +94,8 @@ class Replica(nn.Module, ABC):
     settled: Callable[[], AbstractContextManager[Any]] = nullcontext
     inputs: Inputs
     steps_in_backward = False
+    num_devices = 1
+    compute: Callable[[Any, Sequence[Sequence[tuple[Any, int] | None]], Totals], None] | None = None
     accumulation = Accumulation()
     num_ended = 0
     _is_in_forward = False  # a forward is running that may run backward itself

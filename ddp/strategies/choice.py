@@ -18,7 +18,6 @@ from ddp.policies import Averaging, Rounds
 from ddp.process import gpu
 from ddp.process.terminal import log
 from ddp.replica.broadcast import move
-from ddp.replica.bucketed import BucketedDataParallel
 from ddp.replica.drop_in.in_backward import refusal
 from ddp.replica.replica import Replica
 from ddp.setting import StrategyName
@@ -26,7 +25,7 @@ from ddp.strategies.central_storage import CentralStorage
 from ddp.strategies.fully_sharded import FullySharded
 from ddp.strategies.local_sgd import LocalSteps, Streaming
 from ddp.strategies.sharded import Served, Sharded
-from ddp.strategies.strategy import Replicated, Strategy
+from ddp.strategies.strategy import Compiled, Replicated, Strategy
 
 # --- The words -------------------------------------------------------------------------------------------------------
 
@@ -37,6 +36,7 @@ STRATEGIES: dict[StrategyName, type[Replicated]] = {
     "one_device":       Replicated,
     "mirrored":         Replicated,
     "multi_worker":     Replicated,
+    "tpu":              Compiled,
     "sharded":          Sharded,
     "fully_sharded":    FullySharded,
     "central_storage":  CentralStorage,
@@ -62,7 +62,7 @@ def same_bits_as(word: StrategyName) -> StrategyName:
 # --- The replica -----------------------------------------------------------------------------------------------------
 
 
-def ranks_of(model: nn.Module) -> Communicator:
+def ranks_of(model: nn.Module, word: StrategyName = "auto") -> Communicator:
     """Returns the ranks of a replica, or all; on the model's GPU, or else on the device that it will move to.
 
     Raises:
@@ -72,7 +72,7 @@ def ranks_of(model: nn.Module) -> Communicator:
         return model.comm
     device = device_of(model) if isinstance(model, nn.Module) else None
     if device is None or device.type != gpu.KIND:
-        return init(device="auto")
+        return init(device="cpu" if word == "tpu" else "auto")  # beside devices of JAX, the model is on the CPU
     comm = init(device=device)
     if comm.device != device:  # the optimizer may have tensors there, too
         raise ConfigError(
@@ -183,7 +183,7 @@ def of_this_process(averaging: Averaging) -> Averaging:
 
 def wrapped(
     module: nn.Module, comm: Communicator, averaging: Averaging, *, num_shards: int | None = None, **how: Any
-) -> BucketedDataParallel:
+) -> Replica:
     """Returns a module on this rank's device as the strategy's replica.
 
     Args:

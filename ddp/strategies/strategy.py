@@ -21,14 +21,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from importlib import import_module
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ddp.collectives.catalog import all_reduce_schedules
+from ddp.comm.communicator import Communicator
 from ddp.comm.objects import gather_object, scatter_object
-from ddp.errors import CheckpointError, ConfigError, Diverged, UnusedParameters
+from ddp.comm.session import current
+from ddp.errors import CheckpointError, ConfigError, Diverged, UnusedParameters, first_line
 from ddp.gradients.reducer import AllReduce, Collective
 from ddp.gradients.totals import Totals
 from ddp.optim.layerwise import clipped_step
@@ -197,7 +201,7 @@ class Replicated:
         self.masters = MasterWeights(self.model.module, narrow, watched=watched)
 
     @classmethod
-    def replica_of(cls, module: nn.Module, **how: Any) -> BucketedDataParallel:
+    def replica_of(cls, module: nn.Module, **how: Any) -> Replica:
         """Returns a replica of a module for this strategy. Collective.
 
         Args:
@@ -335,6 +339,46 @@ class Replicated:
     def _load_optimizer_state(self, state: dict[str, Any]) -> None:
         with self.masters.installed_in(self.optimizer):  # because torch gives a state its parameter's dtype
             self.optimizer.load_state_dict(state)
+
+
+class Compiled(Replicated):
+    """Updates on the host, by gradients that devices of JAX have computed (`replica/compiled.py`)."""
+
+    word = "tpu"
+
+    @classmethod
+    def replica_of(
+        cls, module: nn.Module, *, comm: Communicator | None = None, num_devices: int | None = None, **how: Any
+    ) -> Replica:
+        """Returns a replica that computes on devices of JAX.
+
+        Args:
+            num_devices: None: all of them.
+
+        Raises:
+            ConfigError: JAX or torchax is missing, or there are fewer devices; or another process takes part.
+        """
+        comm = comm or current()
+        if comm.world_size > 1:
+            raise ConfigError(
+                f"strategy=tpu: one process has all devices, and here are {comm.world_size} ranks; start one"
+            )
+        try:
+            compiled = import_module("ddp.replica.compiled")
+        except Exception as error:  # of any kind, if one does not fit the other, or torch
+            why = f"{type(error).__name__}: {first_line(error)}"
+            raise ConfigError(f"strategy=tpu needs JAX and torchax ({why}): pip install '.[tpu]'") from error
+        devices = compiled.devices_of(num_devices)
+        name = "ring" if comm.plan.algorithm == "auto" else comm.plan.algorithm
+        schedule = all_reduce_schedules((tuple(range(len(devices))),))[name]
+        unused = how.get("find_unused_parameters", False)
+        given = {"schedule": schedule, "devices": devices, "comm": comm, "find_unused_parameters": unused}
+        replica: Replica = compiled.CompiledDataParallel(module, name=name, **given)
+        return replica
+
+    @classmethod
+    def takes(cls, replica: Replica) -> bool:
+        return replica.compute is not None
 
 
 def check_same_shapes(here: Mapping[str, Any], there: Mapping[str, Any]) -> None:

@@ -168,6 +168,8 @@ class FitArguments(Training):
             hook = policy.hook if model.compression is None else model.compression.hook
             known |= {"wire": policy.wire or model.wire, "hook": hook}
             known["kind"] = "naive" if isinstance(model, NaiveDataParallel) else "bucketed"
+            if model.compute is not None:
+                known["strategy"] = "tpu"
         return Setup.of(self, policy, self.batches, self.reading, self.evaluation, self.same_bits, **known | facts)
 
 
@@ -258,6 +260,8 @@ def sampler_for(given: FitArguments, inputs: Inputs, comm: Communicator) -> tupl
     order = order_of(given.batches.order, inputs.source)
     sampler_arguments = {**given.batches.sampler_arguments, "order": order, "global_batch": given.global_batch}
     num_shards, member = _num_shards(given, comm), current_member()
+    if (num_devices := inputs.replica.num_devices) > 1:
+        num_shards = num_devices
     if num_shards is None and member is not None and not isinstance(given.strategy, Rounds):
         num_shards = member.limits.max_workers  # so that a step's parts stay the same
     sampler_arguments |= {"rank": comm.rank, "world_size": comm.world_size, "num_shards": num_shards}

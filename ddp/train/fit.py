@@ -225,7 +225,7 @@ def train(given: FitArguments) -> TrainState:
             arguments.refuse_other_run(given, member)
             if given.folder.trial:
                 member.close()  # its ranks stay
-        comm = ranks_of(given.model)
+        comm = ranks_of(given.model, given.strategy.strategy)
         if part is not None:
             if part.job == "worker":
                 return work(given, comm, part)
@@ -688,6 +688,8 @@ def _headline(state: TrainState, num_steps: int, policy: Averaging) -> list[str]
     """Returns everything that was derived, in three lines."""
     comm, sampler, module = state.comm, state.sampler, state.model.module
     micros = next(iter(sampler.plans())).micros
+    if state.model.num_devices > 1:  # each has its own shard
+        micros = tuple(micro for micro in micros if not micro.shard)
     largest = max((len(micro.indices) for micro in micros), default=0)
     num_parameters = sum(parameter.numel() for parameter in module.parameters())
     workers = f"{counted(state.num_workers, 'worker')} × {counted(torch.get_num_threads(), 'thread')}"

@@ -19,6 +19,7 @@ from ddp.gradients.reducer import HostReduceScatter, ReduceScatter
 from ddp.policies import averaging_named
 from ddp.replica.fully_sharded import FullyShardedDataParallel
 from ddp.run.assembly import components, stages
+from ddp.run.settings import checks
 from ddp.run.settings.checks import check_strategy
 from ddp.run.settings.config import CHOICES
 from ddp.run.settings.reader import from_plain
@@ -44,17 +45,19 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, str]]] = {
     ),
     "two hosts": (
         {"workers": 2, "num_hosts": 2}, {"cluster": {"workers": 2, "local_workers": 1}},
-        {"one_device": "is for one worker", "mirrored": "there are several hosts; take strategy=multi_worker"},
+        {"one_device": "is for one worker", "mirrored": "there are several hosts; take strategy=multi_worker",
+         "tpu": "one process has all devices, and there are several hosts; take one host, or strategy=auto"},
     ),
     "naive": (
         {"kind": "naive"}, {"replica": {"kind": "naive"}},
-        dict.fromkeys((*SLICED, "local_sgd"), "needs replica.kind=bucketed"),
+        {**dict.fromkeys((*SLICED, "local_sgd"), "needs replica.kind=bucketed"), "tpu": "compiles whole steps, so"},
     ),
     "pure": (
         {"precision": "bf16_pure"}, {"precision": "bf16_pure"},
         {
             **dict.fromkeys(SLICED, "precision=bf16_pure has master weights, which are not cut into slices; take prec"),
             "local_sgd": "precision=bf16_pure has a loss scale or master weights, of which all workers need the same; ",
+            "tpu": "a compiled step computes in the types of its parameters, and not in precision=bf16_pure; take prec",
         },
     ),
     "sparse": (
@@ -62,6 +65,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, str]]] = {
         {
             **dict.fromkeys(SLICED, "a layer has sparse gradients, which no slice can hold; take strategy=auto"),
             "local_sgd": "a layer has sparse gradients, and the difference of its weights is dense; take strategy=auto",
+            "tpu": "a layer has sparse gradients, which a compiled step does not have; take sparse=False",
         },
     ),
     "private memory": (
@@ -71,13 +75,15 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, str]]] = {
     "private memory of one": ({}, {"comm": {"shared_memory": False}}, {}),
     "GPU": (
         {"device": "cuda"}, {"device": "cuda"},
-        {"central_storage": "keeps parameters in the host's memory, ", "parameter_server": "servers and workers "},
+        {"central_storage": "keeps parameters in the host's memory, ", "parameter_server": "servers and workers ",
+         "tpu": "the model is on the CPU, and JAX finds the devices; leave device=cuda out"},
     ),
     "loss scale": (
         {"precision": "fp16"}, {"precision": "fp16"},
         {
             "parameter_server": "precision=fp16 repeats steps with another",
             "local_sgd": "precision=fp16 has a loss scale or master weights, of which all workers need the same; take",
+            "tpu": "a compiled step computes in the types of its parameters, and not in precision=fp16; take",
         },
     ),
     "waits": (
@@ -85,6 +91,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, str]]] = {
         {
             "parameter_server": "SyncBatchNorm waits for the",
             "local_sgd": "SyncBatchNorm makes all workers wait for each other in each forward; take BatchNorm, or ",
+            "tpu": "SyncBatchNorm waits for other ranks, and here is one; take BatchNorm",
         },
     ),
 }
@@ -100,7 +107,8 @@ def refused_with(function: Any, *args: Any) -> str:
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_a_word_refuses_what_it_cannot_train_and_nothing_else(what: str) -> None:
+def test_a_word_refuses_what_it_cannot_train_and_nothing_else(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "find_spec", lambda name: name)  # strategy=tpu needs no JAX to be refused
     setup, settings, told = REFUSED[what]
     for word in WORDS:
         cluster = {**settings.get("cluster", CLUSTER), "servers": int(word == "parameter_server")}
@@ -125,7 +133,7 @@ def test_the_parent_refuses_it_with_the_model_in_hand(monkeypatch: pytest.Monkey
 
 def test_the_words_are_those_of_the_command_line_and_of_python() -> None:
     assert tuple(STRATEGIES) == tuple(CHOICES["strategy"]) == WORDS
-    assert [same_bits_as(word) for word in WORDS] == ["auto"] * 4 + [*SLICED, "local_sgd"]
+    assert [same_bits_as(word) for word in WORDS] == ["auto"] * 4 + ["tpu", *SLICED, "local_sgd"]
     for word, told in (
         ("replicated", "Did you mean auto?"),
         ("MirroredStrategy", "Did you mean mirrored?"),
@@ -134,7 +142,7 @@ def test_the_words_are_those_of_the_command_line_and_of_python() -> None:
         ("DeepSpeed", "Did you mean fully_sharded?"),
         ("CentralStorageStrategy", "Did you mean central_storage?"),
         ("shard", "Did you mean sharded?"),
-        (type("TPUStrategy", (), {"__repr__": lambda _: "theirs"})(), "TPUs are not supported."),
+        (type("TPUStrategy", (), {"__repr__": lambda _: "theirs"})(), "strategy='tpu')."),
         (ddp.strategies.CentralStorage, "Did you mean central_storage?"),
         ("DiLoCo", "Did you mean local_sgd?"),
         ("PostLocalSGDOptimizer", "Did you mean local_sgd?"),
@@ -185,7 +193,7 @@ def test_a_name_of_another_library_is_told_the_word() -> None:
         ("ZeroRedundancyOptimizer", '. Did you mean strategy="sharded", of ddp.fit?'),
         ("ParameterServerStrategy", '. Did you mean strategy="parameter_server", of ddp.fit?'),
         ("DiLoCo", '. Did you mean strategy="local_sgd", of ddp.fit?'),
-        ("TPUStrategy", ". TPUs are not supported"),
+        ("TPUStrategy", ". TPUs are a strategy: strategy=tpu cluster.workers=4, or ddp.fit(…, strategy='tpu')"),
         ("FSDP", '. Did you mean strategy="fully_sharded", of ddp.fit?'),
         ("Mirror", ""),
         ("ps", ""),
@@ -224,6 +232,7 @@ def on_two_hosts() -> list[str]:
 
 def test_on_ranks_a_word_refuses_their_number_their_hosts_and_a_replica_of_another() -> None:
     told = {"one_device": "is for one worker, and there are 2", "mirrored": "is for the workers of one host, and"}
+    told["tpu"] = "one process has all devices, and "
     first = [f"strategy={word!r}: {told[word]}" if word in told else "" for word in WORDS if word != "parameter_server"]
     wrapped = [
         "strategy='sharded' with a model in a BucketedDataParallel with reducer=AllReduce: give ddp.fit the bare "

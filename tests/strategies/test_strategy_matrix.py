@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from jaxed import jaxed, needs_jax
 from members import (
     GLOBAL_BATCH,
     NUM_SAMPLES,
@@ -249,3 +250,16 @@ def test_every_strategy_makes_what_one_process_makes(world_size: int) -> None:
         expected = (alone if cell == "gpt" else by_hand)(cell)[: len(seen)]
         error = (seen - expected).norm(dim=1) / expected.norm(dim=1)
         assert error.max() <= 1e-12, (cell, word, error.max())
+
+
+def on_devices() -> dict[str, Tensor]:
+    """Returns trajectories on eight devices of JAX, by cell."""
+    return {cell: trajectory(cell, FEW_STEPS, "tpu") for cell in ("mlp", "mlp, lamb")}
+
+
+@needs_jax
+def test_devices_of_jax_make_it_too() -> None:
+    for cell, seen in jaxed(on_devices).items():
+        expected = by_hand(cell)[: len(seen)]
+        error = (seen - expected).norm(dim=1) / expected.norm(dim=1)
+        assert error.max() <= 1e-12, (cell, error.max())

@@ -14,6 +14,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -57,7 +58,9 @@ def data_loader(
     of_processes: dict[str, Any] = {}  # torch refuses any where there are none
     if num_workers:
         _make_room_for_sockets()
-        of_processes = {**processes, "worker_init_fn": partial(_begin_process, processes.get("worker_init_fn"))}
+        if jax_runs():
+            of_processes["multiprocessing_context"] = "forkserver"
+        of_processes |= {**processes, "worker_init_fn": partial(_begin_process, processes.get("worker_init_fn"))}
     return DataLoader(
         batches,
         batch_size=None,
@@ -68,6 +71,11 @@ def data_loader(
         **of_processes,
         **others,
     )
+
+
+def jax_runs() -> bool:
+    """Returns True if this process computes on devices of JAX, beside whose threads a fork may deadlock."""
+    return "ddp.replica.compiled" in sys.modules
 
 
 def _begin_process(users: Callable[[int], None] | None, worker: int) -> None:

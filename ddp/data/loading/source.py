@@ -30,7 +30,7 @@ from torch.utils.data import (
 from torch.utils.data import DistributedSampler as TorchDistributedSampler
 
 from ddp.data.loading.fetching import Generators
-from ddp.data.loading.processes import data_loader
+from ddp.data.loading.processes import data_loader, jax_runs
 from ddp.data.orders.distributed_sampler import DistributedSampler
 from ddp.data.orders.order import FirstOf, Order, Permutation, Weighted
 from ddp.data.samples import Collate, Samples, Splits, TensorSet
@@ -277,7 +277,7 @@ def fingerprint(source: Source) -> str | None:
     Returns:
         `UNKEYED` if a sample is not the same when it is read again: it draws from a generator that was not found.
     """
-    samples, there = source.samples, {"multiprocessing_context": "fork"}
+    samples, there = source.samples, {"multiprocessing_context": "forkserver" if jax_runs() else "fork"}
     try:
         prints = _Prints(samples)
         if source.num_workers:

@@ -350,7 +350,8 @@ def make_replica(config: Config, module: nn.Module, comm: Communicator) -> Repli
     buckets = {item.name: getattr(config.replica, item.name) for item in fields(Buckets)}
     policy = replace(averaging_of(config), hook=make_hook(config), **buckets)
     num_shards = config.batch.num_shards if config.same_bits.on else None
-    return wrapped(module, comm, policy, num_shards=num_shards, broadcast_buffers=False)
+    own = {"num_devices": config.cluster.workers} if config.strategy.name == "tpu" else {}
+    return wrapped(module, comm, policy, num_shards=num_shards, broadcast_buffers=False, **own)
 
 
 def averaging_of(config: Config) -> Averaging:

@@ -482,7 +482,8 @@ def train(config: Config, run_dir: Path, hosts: Hosts | None = None) -> int:
     cluster = config.cluster
     try:
         with with_sidecar(config, run_dir) as is_there:
-            counts = {key: getattr(cluster, key) for key in ("workers", "servers", "restarts")}
+            counts = {key: getattr(cluster, key) for key in ("servers", "restarts")}
+            counts["workers"] = config.strategy.num_processes(cluster.workers)
             how: dict[str, Any] = {"threads": cluster.threads_per_worker, "logs": run_dir / "logs"}
             if hosts is not None:
                 _invite(hosts, config, run_dir)
@@ -508,7 +509,7 @@ def train(config: Config, run_dir: Path, hosts: Hosts | None = None) -> int:
         outcome = f"continue with {train_command(setting_for(run_dir, config.run.name), 'resume=auto')}"
     else:
         outcome = "nothing was saved at the stop"
-        ranks = range(cluster.servers + cluster.workers)
+        ranks = range(cluster.servers + config.strategy.num_processes(cluster.workers))
         reports = [Report.read(Seat(run_dir / "logs", rank, cluster.servers)) for rank in ranks]
         failed = [report for report in reports if report is not None]
         if failed:  # the stop itself went wrong

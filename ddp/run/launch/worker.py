@@ -114,7 +114,7 @@ def train(
         moves: see `take_log`.
     """
     seat = Seat(run_dir / "logs", rank, config.cluster.servers)
-    take_log(seat, world_size=config.cluster.workers, role=role, moves=moves)
+    take_log(seat, world_size=config.strategy.num_processes(config.cluster.workers), role=role, moves=moves)
 
     def work() -> None:
         with ended_by_ctrl_c():

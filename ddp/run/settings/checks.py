@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, fields
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -191,6 +192,8 @@ def resolve(config: Config, *, local_workers: int | None = None, num_shards: int
                 "launcher; give all of them cluster.servers=1, or describe tasks of the job ps"
             )
         config.cluster.servers = 1
+    if config.strategy.name == "tpu" and config.device == "auto":
+        config.device = "cpu"  # where the model is, also beside a GPU
     config.cluster.local_workers = local_workers or workers
     if config.cluster.threads_per_worker is None and config.same_bits.on:
         config.cluster.threads_per_worker = 1  # the bits of some kernels depend on it
@@ -199,7 +202,8 @@ def resolve(config: Config, *, local_workers: int | None = None, num_shards: int
         if config.evaluate.by == "sidecar" and cores > config.cluster.local_workers:
             cores -= 1  # for the side-car
         num_servers = config.cluster.servers if config.cluster.local_workers == workers else 0
-        config.cluster.threads_per_worker = max(1, cores // (config.cluster.local_workers + num_servers))
+        num_processes = config.strategy.num_processes(config.cluster.local_workers)
+        config.cluster.threads_per_worker = max(1, cores // (num_processes + num_servers))
     grows = config.cluster.min_workers is not None and isinstance(config.strategy, Rounds)  # and its shards with it
     if config.batch.num_shards is None and not grows:
         parts = config.strategy.num_parts(config.cluster.max_workers or workers)
@@ -402,6 +406,8 @@ def check_strategy(config: Config, model: nn.Module | None = None) -> None:
     """
     if config.strategy.name == "auto" and model is None:
         return
+    if config.strategy.name == "tpu" and not all(map(find_spec, ("jax", "torchax"))):
+        raise ConfigError("strategy=tpu needs JAX and torchax: pip install '.[tpu]'")
     from ddp.process import gpu  # this late, as in `check_gpus`
     from ddp.replica.parameters import sparse_weights
     from ddp.replica.sync_batchnorm import waits

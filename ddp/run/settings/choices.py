@@ -40,6 +40,7 @@ NO_ARGS: dict[str, Any] = {}
     "sharded",
     "each worker updates a slice of the parameters, and holds its optimizer state alone (ZeRO 1)",
 )
+@choice("strategy", "tpu", "one process computes on TPUs, or other devices of JAX: a worker is a device")
 @choice("strategy", "multi_worker", "the same as auto, by the name that guides have for several hosts")
 @choice("strategy", "mirrored", "the same, with the workers of one host")
 @choice("strategy", "one_device", "the same, with one worker")

@@ -63,6 +63,10 @@ class StrategyChoice(Choice):
         """Returns the number of parts of a step, each of which a worker computes."""
         return num_workers
 
+    def num_processes(self, num_workers: int) -> int:
+        """Returns the number of processes of so many workers."""
+        return 1 if self.name == "tpu" else num_workers
+
 
 @dataclass(kw_only=True, slots=True)
 class Data(Choice):

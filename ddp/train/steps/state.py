@@ -115,9 +115,9 @@ class TrainState:
 
     @property
     def num_workers(self) -> int:
-        """Returns the number of processes that compute gradients: the ranks, unless those are servers."""
+        """Returns how many compute gradients: the ranks, unless those are servers, or one has several devices."""
         part = current_role()
-        return self.comm.world_size if part is None else part.num_workers
+        return self.comm.world_size * self.model.num_devices if part is None else part.num_workers
 
     @property
     def masters(self) -> Mapping[Tensor, nn.Parameter]:

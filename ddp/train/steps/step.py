@@ -23,6 +23,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import repeat
 from typing import Any, Protocol, runtime_checkable
 
@@ -39,7 +40,7 @@ from ddp.optim.precision import forward_precision
 from ddp.optim.schedules import TorchSchedule
 from ddp.process import gpu
 from ddp.process.clock import Stopwatch, now_s
-from ddp.process.streams import dropout_stream
+from ddp.process.streams import dropout_stream, stream_seed
 from ddp.process.terminal import log
 from ddp.replica.broadcast import BufferSnapshot
 from ddp.setting import Precision
@@ -219,7 +220,11 @@ def backward(
     measures = is_due and has_parts and model.measures_parts
     is_stopping = wants_stop and not plan.num_inner
     votes = Totals(num_stopping=int(is_stopping), num_ending=int(plan.is_last), measure=measures)
-    if has_shards:
+    if model.compute is not None:
+        parts = _shares(state, rules, plan, batches, fetching)
+        with state.phase("backward"):
+            model.compute(partial(_loss, rules.task), parts, votes)
+    elif has_shards:
         for shard in model.shards:
             totals = votes if shard == model.shards[-1] else Totals(measure=measures)
             with model.shard(shard):
@@ -233,6 +238,28 @@ def backward(
             f"{name_of(rules.task)}.loss returned a loss that was not computed from the model's outputs, so "
             "backward did not reach the model: compute it from model(…), without detach(), item() or torch.tensor()"
         )
+
+
+def _loss(task: Task, model: nn.Module, batch: Any) -> tuple[Tensor, float | Tensor]:
+    """Returns the loss of a batch, as a sum, and the number of items in it."""
+    return sum_and_count(task, task.loss(model, batch))
+
+
+def _shares(
+    state: TrainState, rules: StepRules, plan: StepPlan, batches: Iterator[Any], fetching: Stopwatch
+) -> list[list[tuple[Any, int] | None]]:
+    """Returns by micro-batch and shard its samples, with the seed of their random numbers; None: there are none."""
+    num_parts = max((micro.part for micro in plan.micros), default=0) + 1
+    found: list[list[tuple[Any, int] | None]] = [[None] * state.sampler.num_shards for _ in range(num_parts)]
+    for micro in plan.micros:
+        with fetching.running(), state.phase("data"):
+            batch = next(batches)
+        if batch is not None:  # else none of them can be read
+            for check in rules.batch_checks:
+                check(state.model.module, batch, len(micro.indices))
+            seed = stream_seed(rules.seed, "dropout", state.step, micro.shard, micro.part)
+            found[micro.part][micro.shard] = batch, seed
+    return found
 
 
 def _accumulate(
@@ -314,7 +341,8 @@ def forward(state: TrainState, rules: StepRules, micro: Micro, batch: Any) -> tu
 def sum_and_count(task: Task, returned: Any) -> tuple[Tensor, float | Tensor]:
     """Returns the sum and the count that `task.loss` has returned, once they have the right form.
 
-    A count on a GPU stays there, so that the host need not wait; its value is not looked at.
+    A count on a GPU stays there, so that the host need not wait; its value is not looked at. In a step that is compiled
+    there are no values, and no gradients yet.
 
     Raises:
         ConfigError: it is not a scalar tensor and a finite number from 0 up.
@@ -330,14 +358,14 @@ def sum_and_count(task: Task, returned: Any) -> tuple[Tensor, float | Tensor]:
         shape = f"a tensor {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
         raise ConfigError(f"{name_of(task)}.loss returned {shape} as its loss: return a scalar, such as losses.sum()")
     is_scalar = isinstance(count, Tensor) and count.numel() == 1
-    stays = is_scalar and count.device.type == gpu.KIND
+    stays = is_scalar and count.device.type != "cpu"
     number = 0 if stays else count.item() if is_scalar else count
     if not isinstance(number, (int, float, np.number)) or not 0 <= number < math.inf:
         raise ConfigError(
             f"{name_of(task)}.loss returned the count {number!r}: return the number of terms in the sum, or the sum of "
             "their weights"
         )
-    if torch.is_grad_enabled() and not loss.requires_grad:
+    if torch.is_grad_enabled() and loss.device.type in ("cpu", gpu.KIND) and not loss.requires_grad:
         raise ConfigError(
             f"{name_of(task)}.loss returned a loss that depends on no parameter that is trained: compute it from the "
             "model's outputs, without detach() or item(), and leave some parameters with requires_grad=True"

@@ -30,7 +30,6 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
 from ddp.errors import ConfigError, meant
-from ddp.process import gpu
 
 IGNORE = -100
 """A target that is none: neither in the sum nor in the count. It is torch's own convention."""
@@ -127,7 +126,7 @@ def outputs_of(model: nn.Module, batch: Batch) -> Tensor:
 
 def at_least_float32(logits: Tensor) -> Tensor:
     """Returns half-precision logits as float32, because a sum of thousands of losses needs the digits; others as is."""
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return logits.float() if logits.dtype.itemsize < 4 else logits
 
 
 # --- A task from a plain function loss(outputs, targets), such as `torch.nn.functional.cross_entropy` ----------------
@@ -210,7 +209,7 @@ def weight_of(targets: Tensor, *, weight: Tensor | None = None, ignore_index: in
         return targets.numel() // max(1, targets.shape[min(1, targets.dim() - 1)])
     counts = targets != ignore_index
     number = counts.sum() if weight is None else weight[targets.where(counts, 0)].where(counts, 0).sum()
-    return number if number.device.type == gpu.KIND else number.item()  # the host would wait for a GPU
+    return number.item() if number.device.type == "cpu" else number  # for which the host would wait
 
 
 class Regression(Task):

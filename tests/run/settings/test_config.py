@@ -265,7 +265,7 @@ def test_impossible_value_names_key_and_value(key: str, value: object) -> None:
         ({"seed": True}, "seed=true: expected a whole number"),
         ({"deterministic": 1}, "deterministic=1: expected true or false"),
         ({"device": "gpu"}, "device=gpu: expected one of auto, cpu, cuda. Did you mean cuda?"),
-        ({"device": "tpu"}, "device=tpu: expected one of auto, cpu, cuda. TPUs are not supported"),
+        ({"device": "tpu"}, "device=tpu: expected one of auto, cpu, cuda. TPUs are a strategy: strategy=tpu cl"),
         ({"precision": "fp64"}, "fp16. It is not supported: train in float64 from Python, by ddp.fit(model.d"),
         ({"precision": "mixed_float16"}, "Did you mean fp16?"),
         ({"comm": {"algorithm": "HierarchicalCopyAllReduce"}}, "Did you mean hierarchical? Choose one of"),
