@@ -12,9 +12,9 @@ import ddp
 
 PACKAGE = Path(__file__).parent.parent / "ddp"
 LIMITS = {
-    "code lines outside of lab/": 37_110,
+    "code lines outside of lab/": 37_180,
     "code lines of lab/": 4_030,
-    "code lines of comm/, gradients/ and replica/": 11_780,
+    "code lines of comm/, gradients/ and replica/": 11_845,
     "modules outside of lab/": 218,
     "folders and files at the top": 20,
     "parameters of fit": 20,  # with **mistyped, which takes names that it does not have

@@ -13,7 +13,8 @@ because a traced generator would draw the same numbers in each step.
 
 Note "nothing is believed". A tracer drops what it does not see, such as statistics that a layer writes; and a number of
 the program's own stays what it was. So before the first step torch computes a share on the host, too, and everything
-must agree; and again before the steps 2, 4, 8, …
+must agree; and again before the steps 2, 4, 8, … If the model draws random numbers, without its dropout; if it still
+does, in evaluation mode.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -40,6 +41,7 @@ from torch.utils import _pytree as tree
 from torchax import interop
 from torchax.ops.mappings import t2j_dtype
 from torchax.tensor import OperatorNotFound
+from torchax.view import View
 
 from ddp.collectives.compiled import AXIS, all_reduce
 from ddp.collectives.schedule import Schedule
@@ -100,7 +102,7 @@ class CompiledDataParallel(Replica):
         find_unused_parameters: some parameters may have no gradient, always the same.
 
     Raises:
-        ConfigError: no parameter needs a gradient; or a module has a hook.
+        ConfigError: no parameter needs a gradient; or the module has what cannot be compiled, such as a hook.
     """
 
     def __init__(
@@ -114,14 +116,15 @@ class CompiledDataParallel(Replica):
         name: str = "ring",
     ) -> None:
         check_trainable(list(module.named_parameters()))
-        refuse_hooks(module)
+        check_module(module)
         super().__init__(module, comm, BufferSync(comm, module, "none"))
         self.num_devices, self._finds_unused, self._name = len(devices), find_unused_parameters, name
         self._reduce, self._mesh = all_reduce(schedule, len(devices)), Mesh(np.array(devices), (AXIS,))
         self._programs: dict[Any, Callable[..., Any]] = {}
         self._alone: dict[Any, Callable[..., Any]] = {}  # of a share, on one device
         self._num_computed, self._unused = 0, set[str]()  # steps; and parameters without a gradient
-        self._loss_of: Loss
+        self._loss_of: Loss | None = None
+        self._drops = True  # dropout does what it says
         self._trained: dict[str, nn.Parameter] = {}  # those that need a gradient, in the order of a vector
 
     # --- a step ------------------------------------------------------------------------------------------------------
@@ -130,7 +133,7 @@ class CompiledDataParallel(Replica):
         """Makes a step: `p.grad` becomes the mean over all samples, and buffers those of device 0.
 
         Args:
-            loss: returns the sum of the losses of a batch, and their number, for this model; always the same.
+            loss: returns the sum of the losses of a batch, and their number. Another one is compiled anew.
             parts: by micro-batch and device, a batch with the seed of its random numbers; None: there are no samples.
             votes: of this process, on how the run goes on.
 
@@ -138,13 +141,14 @@ class CompiledDataParallel(Replica):
             ConfigError: a step cannot be compiled, or a device computes another result than torch on the host.
             UnusedParameters: parameters get no gradient.
         """
-        self._loss_of = loss
+        if self._loss_of is not loss:  # another fit's
+            self._programs, self._alone, self._num_computed, self._loss_of = {}, {}, 0, loss
         shares = [[None if each is None else Share(*each) for each in part] for part in parts if any(part)]
         if not shares:  # no sample could be read
             self._end_step(Totals(num_stopping=votes.num_stopping, num_ending=votes.num_ending))
             return
         self._trained = {name: each for name, each in self.module.named_parameters() if each.requires_grad}
-        with jax.enable_x64(True):
+        with jax.enable_x64(True), jax.default_matmul_precision("highest"):  # TPUs take bfloat16 by themselves
             self._num_computed += 1
             if self._num_computed.bit_count() == 1:
                 self._look(next(share for share in shares[0] if share is not None))
@@ -153,7 +157,12 @@ class CompiledDataParallel(Replica):
             for number, part in enumerate(shares, 1):
                 forms, *given = self._stacked(part)
                 program = self._program(forms, is_first=number == 1, is_last=number == len(shares))
-                state = program(weights, frozen, buffers if number == 1 else None, state, *given)
+                try:
+                    state = program(weights, frozen, buffers if number == 1 else None, state, *given)
+                except jax.errors.JaxRuntimeError:  # of a compiled program, such as for want of memory
+                    raise
+                except Exception as error:  # of a share unlike the first one
+                    raise _not_compiled(error) from error
             means, totals, buffers = state
             means = np.array(means)
             loss_sum, high, low = np.asarray(totals, np.float64).tolist()
@@ -271,7 +280,7 @@ class CompiledDataParallel(Replica):
         self, trained: Arrays, frozen: Arrays, buffers: Arrays, form: Form, arrays: Sequence[Any], seed: Any
     ) -> tuple[Any, tuple[Any, Arrays]]:
         """Returns the sum of a share's losses; its count; and its buffers afterwards."""
-        env, rest = torchax.default_env(), iter(arrays)
+        env, rest, before = torchax.default_env(), iter(arrays), GeneratorStates.now()
         with env, env.override_property(prng=jax.random.key(seed)):
             tensors = interop.torch_view({**trained, **frozen, **buffers})
             leaves = [
@@ -279,8 +288,13 @@ class CompiledDataParallel(Replica):
                 for each in form.leaves
             ]
             with _reparametrize_module(self.module, tensors, tie_weights=True), RunningStatistics():
-                loss, count = self._loss_of(self, tree.tree_unflatten(leaves, form.spec))
+                loss, count = self._loss_and_count(tree.tree_unflatten(leaves, form.spec))
             loss, count, after = interop.jax_view((loss, count, {name: tensors[name] for name in buffers}))
+        if GeneratorStates.now() != before:
+            raise ConfigError(
+                "model or loss draws random numbers on the host, which would be the same in each compiled step: draw "
+                f"them where the samples are, as torch.rand_like(x) or torch.rand(…, device=x.device), or {INSTEAD}"
+            )
         return jnp.reshape(loss, ()), (jnp.reshape(jnp.asarray(count, jnp.float64), ()), after)
 
     # --- a look at a share -------------------------------------------------------------------------------------------
@@ -296,14 +310,18 @@ class CompiledDataParallel(Replica):
         try:
             with preserved():
                 expected, draws = self._on_host(share)
+                self._unused = {name for name in self._trained if f"the gradient of {name}" not in expected}
                 if draws:  # JAX draws other numbers than torch
+                    self._drops = False
+                    expected, draws = self._on_host(share)
+                if draws:
                     self.module.eval()
                     expected, draws = self._on_host(share)
             found = self._compiled_alone(share)
         finally:
+            self._drops = True
             for module, training in modes:
                 module.training = training
-        self._unused = {name for name in self._trained if f"the gradient of {name}" not in expected}
         if self._unused and not self._finds_unused:
             raise UnusedParameters(
                 f"no gradient for {', '.join(sorted(self._unused))}: let each take part in the loss, freeze it by "
@@ -313,12 +331,16 @@ class CompiledDataParallel(Replica):
             if self._num_computed == 1:
                 log.warning("no step is compared with torch's: the model draws random numbers in evaluation mode, too")
             return
-        norms = {what: value.double().norm() for what, value in expected.items()}
+        losses = [value for what, value in expected.items() if not what.startswith("the buffer")]
+        if not all(each.isfinite().all() for each in losses):  # the step will not be made
+            return
+        norms = {what: wide(value).nan_to_num(0, 0, 0).norm() for what, value in expected.items()}
         gradients = [norm for what, norm in norms.items() if what.startswith("the gradient")]
         least = torch.stack(gradients).norm() / 100  # smaller ones may be rounding errors, of a bias before a BatchNorm
         for what, value in expected.items():
-            norm = torch.maximum(norms[what], least if what.startswith("the gradient") else torch.tensor(1e-9))
-            difference = float((found[what] - value).double().norm() / norm)
+            norm = max(norms[what], least * what.startswith("the gradient"), torch.tensor(1e-9))  # it may be 0
+            mine, theirs = wide(found[what]), wide(value)
+            difference = float((mine - theirs).masked_fill(mine == theirs, 0).norm() / norm)  # masks have infinities
             digits = torch.finfo(value.dtype).eps if value.is_floating_point() else 0.0
             if not difference <= max(TOLERANCE, 4 * digits):
                 raise ConfigError(
@@ -331,7 +353,7 @@ class CompiledDataParallel(Replica):
         """Returns loss, gradients and buffers of a share by name, as torch has them; and if it draws numbers."""
         buffers, before = BufferSnapshot(self.module), GeneratorStates.now()
         self.module.zero_grad(set_to_none=True)
-        loss, _ = self._loss_of(self, share.batch)
+        loss, _ = self._loss_and_count(tree.tree_map_only(Tensor, Tensor.clone, share.batch))  # it may be changed
         loss.backward()
         found = {"the loss": loss.detach()}
         for name, parameter in self._trained.items():
@@ -342,11 +364,17 @@ class CompiledDataParallel(Replica):
         buffers.restore()
         return found, GeneratorStates.now() != before
 
+    def _loss_and_count(self, batch: Any) -> tuple[Tensor, float | Tensor]:
+        """Returns what the loop's function does, in a look perhaps without dropout."""
+        assert self._loss_of is not None
+        with nullcontext() if self._drops else WithoutDropout():
+            return self._loss_of(self, batch)
+
     def _compiled_alone(self, share: Share) -> dict[str, Tensor]:
         """Returns the same, as one device computes it."""
         weights, frozen, buffers = self._values()
         form, modes = form_of(share.batch), tuple(each.training for each in self.module.modules())
-        key = form, modes, tuple(self._trained)
+        key = form, modes, tuple(self._trained), self._drops
         program = self._alone.setdefault(key, jax.jit(partial(self._of_share, form)))
         try:
             arrays = list(map(array_of, tensors_in(share.batch)))
@@ -414,21 +442,61 @@ class RunningStatistics(TorchFunctionMode):
             variance.copy_((1 - momentum) * variance + momentum * inputs.var(dims))
 
 
+DROPOUTS: dict[Any, tuple[str, int]] = {  # a function, with the name and the place of its probability
+    **dict.fromkeys((F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, torch.dropout), ("p", 1)),
+    **dict.fromkeys((F.alpha_dropout, F.feature_alpha_dropout), ("p", 1)),
+    F.scaled_dot_product_attention: ("dropout_p", 4),
+    F.multi_head_attention_forward: ("dropout_p", 10),
+}
+
+
+class WithoutDropout(TorchFunctionMode):
+    """Drops nothing, so that layers can be compared while they train."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function in DROPOUTS:
+            name, place = DROPOUTS[function]
+            if len(args) > place:
+                args = *args[:place], 0.0, *args[place + 1 :]
+            else:
+                kwargs = {**kwargs, name: 0.0}
+        return function(*args, **kwargs)
+
+
 def _on_devices(values: Any) -> Any:
     """Returns values with their tensors on devices if any of them is there, such as a loss's weights of classes."""
-    are_there = {isinstance(each, torchax.tensor.Tensor) for each in tensors_in(values)}
-    return torchax.default_env().to_xla(values) if len(are_there) > 1 else values
+    kinds = torchax.tensor.Tensor, View
+    if len({isinstance(each, kinds) for each in tensors_in(values)}) < 2:
+        return values
+    to_xla = torchax.default_env().to_xla
+    return tree.tree_map_only(Tensor, lambda each: each if isinstance(each, kinds) else to_xla(each), values)
 
 
 def form_of(batch: Any) -> Form:
-    """Returns the form of a batch."""
+    """Returns the form of a batch.
+
+    Raises:
+        ConfigError: a part of it is neither a tensor nor a value that can be compared.
+    """
     leaves, spec = tree.tree_flatten(batch)
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor) and type(leaf).__hash__ is None:
+            raise ConfigError(
+                f"a batch has a {type(leaf).__name__}, which a compiled step cannot take: make it tensors in tuples, "
+                "lists or dictionaries (collate)"
+            )
     return Form(spec, tuple(tuple(leaf.shape) if isinstance(leaf, Tensor) else leaf for leaf in leaves))
 
 
 def tensors_in(batch: Any) -> list[Tensor]:
     """Returns the tensors of a batch, in the order of its leaves."""
     return [leaf for leaf in tree.tree_leaves(batch) if isinstance(leaf, Tensor)]
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """Returns a tensor in 64 bits."""
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
 def array_of(tensor: Tensor) -> Any:
@@ -462,21 +530,30 @@ def devices_of(num_devices: int | None) -> list[Any]:
 HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 
 
-def refuse_hooks(module: nn.Module) -> None:
-    """Raises ConfigError if a module or a parameter has a hook, which a compiled step would not call."""
+def check_module(module: nn.Module) -> None:
+    """Raises ConfigError if a step of this module would leave something out, such as a hook."""
     for name, each in module.named_modules():
+        if vars(each).get("_compiled_call_impl") is not None or "_orig_mod" in each._modules:
+            raise ConfigError(
+                f"{name or 'the model'} ({type(each).__name__}) is compiled by torch.compile, and JAX compiles whole "
+                "steps: give it as it was before"
+            )
         if any(vars(each).get(kind) for kind in HOOKS):
             raise ConfigError(
                 f"{name or 'the model'} ({type(each).__name__}) has a hook, which a compiled step would not call: "
                 f"remove it, or {INSTEAD}"
             )
     for name, parameter in module.named_parameters():
+        if parameter.is_complex():  # whose gradient in JAX is the conjugate of torch's
+            raise ConfigError(f"{name} is complex, and a compiled step adds up real numbers: {INSTEAD}")
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise ConfigError(f"{name} has a hook, which a compiled step would not call: remove it, or {INSTEAD}")
 
 
 def _not_compiled(error: Exception) -> ConfigError:
     """Returns the error to be raised for one of the compiler's."""
+    if isinstance(error, ConfigError):
+        return error
     frame = users_frame(error)
     where = "" if frame is None else f" ({frame.filename}, line {frame.lineno}: {frame.line})"
     if isinstance(error, jax.errors.ConcretizationTypeError):

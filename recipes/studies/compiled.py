@@ -60,10 +60,10 @@ def stepper(case: Case, num_devices: int, *, by_psum: bool = False) -> tuple[Com
         replica._reduce = partial(lax.psum, axis_name=AXIS)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
     parts = zip(*(tensor.chunk(num_devices) for tensor in batch), strict=True)
-    shares = [[(part, number) for number, part in enumerate(parts)]]
+    shares, loss = [[(part, number) for number, part in enumerate(parts)]], task.loss
 
     def step() -> None:
-        replica.compute(task.loss, shares, Totals())
+        replica.compute(loss, shares, Totals())
         optimizer.step()
 
     return replica, step

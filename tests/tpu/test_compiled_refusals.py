@@ -5,14 +5,16 @@ Tests: ddp/replica/compiled.py.
 
 from __future__ import annotations
 
+import random
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from computed import Watch, error_of, fitted, made, samples
+from computed import NUM_SAMPLES, Watch, error_of, fitted, made, samples
 from jaxed import jaxed, needs_jax
 from ranks import run_ranks
 from torch import Tensor, nn
@@ -61,7 +63,7 @@ class Tracks(nn.Module):
 
 
 class Reads(nn.Module):
-    """Reads rows by an LSTM, which torchax cannot trace."""
+    """Reads rows by an LSTM."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,6 +72,54 @@ class Reads(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         scores: Tensor = self.last(self.lstm(inputs.squeeze(1))[0][:, -1])
         return scores
+
+
+class Drops(nn.Module):
+    """Drops half of what another module returns."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return F.dropout(self.inner(inputs), 0.5, self.training)
+
+
+class Targets(nn.Module):
+    """Has a factor without a gradient, as long as it trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        scores: Tensor = self.inner(inputs)
+        with torch.set_grad_enabled(not self.training and torch.is_grad_enabled()):
+            factor = torch.sigmoid(self.inner(inputs))
+        return scores * factor
+
+
+class Noises(nn.Module):
+    """Adds noise while it trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        scores: Tensor = self.inner(inputs)
+        return scores + torch.rand(5) if self.training else scores
+
+
+class Turns(nn.Module):
+    """Has a complex parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phases = nn.Parameter(torch.ones(64, 5, dtype=torch.complex64))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return (inputs.flatten(1).to(torch.complex64) @ self.phases).abs()
 
 
 class Counts(nn.Module):
@@ -123,6 +173,14 @@ def branches(outputs: Tensor, targets: Tensor) -> Tensor:
     return loss if loss > 1 else loss * 2
 
 
+def mixed(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs, targets) * random.random()
+
+
+def drawn(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs + torch.rand(5), targets)
+
+
 def detached(outputs: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(outputs.detach(), targets)
 
@@ -152,7 +210,13 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
     "if in the model": (Branches, F.cross_entropy, NO_VALUE.format(FILE, line_of(IN_MODEL), IN_MODEL)),
     "an unknown operation": (Singular, F.cross_entropy, "airy_ai"),
     "statistics": (Tracks, F.cross_entropy, "the buffer norm.running_mean differs by 1e+00 from what torch"),
-    "an LSTM": (Reads, F.cross_entropy, "the step cannot be compiled (TracerArrayConversionError: The numpy"),
+    "statistics beside dropout": (lambda: Drops(Tracks()), F.cross_entropy, "inner.norm.running_mean differs by 1e+00"),
+    "no gradient in training": (lambda: Drops(Targets()), F.cross_entropy, "the gradient of inner.inner.1.weight dif"),
+    "a number of Python's": (mlp, mixed, "draws random numbers on the host, which would be the same in each"),
+    "a number of torch's": (mlp, drawn, "draws random numbers on the host, which would be the same in each"),
+    "noise in training": (lambda: Drops(Noises()), F.cross_entropy, "draws random numbers on the host, which would be"),
+    "a complex parameter": (Turns, F.cross_entropy, "phases is complex, and a compiled step adds up real numbers: tak"),
+    "torch.compile": (lambda: torch.compile(mlp(), backend="eager"), F.cross_entropy, "(OptimizedModule) is compiled"),
     "a loss without the model": (mlp, detached, "depends on no parameter that is trained"),
     "a loss for each sample": (mlp, one_for_each, "one_for_each returned a tensor [5] of float32, not a tensor of on"),
     "three values": (mlp, ThreeValues(), "returned 3 values: return two"),
@@ -261,6 +325,202 @@ def noisy(scale: float) -> float:
 @pytest.mark.parametrize("scale", [0.0, 1.0])
 def test_noise_is_no_difference(scale: float) -> None:
     assert jaxed(noisy, scale) > 0
+
+
+class Doubles(nn.Module):
+    """Changes its inputs; keeps how exactly it multiplies; and has a layer for training alone, beside dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.other, self.modes = Drops(mlp()), mlp(), set[str | None]()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        import jax
+
+        if isinstance(inputs, jax.Array) or type(inputs) is not Tensor:
+            self.modes.add(jax.config.jax_default_matmul_precision)
+        inputs.mul_(2)
+        scores: Tensor = self.inner(inputs)
+        return scores + self.other(inputs) if self.training else scores
+
+
+def doubled() -> tuple[set[str | None], bool]:
+    """Returns in which precisions a step multiplies, and whether the layer has been trained."""
+    module = Doubles()
+    before = module.other[1].weight.clone()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    fitted(module, samples("mlp", torch.float32), optimizer, max_steps=2, devices=2)
+    return module.modes, not torch.equal(module.other[1].weight, before)
+
+
+@needs_jax
+def test_a_layer_for_training_alone_is_trained_beside_dropout_and_inputs_may_change() -> None:
+    assert jaxed(doubled) == ({"highest"}, True)
+
+
+def draws_without_dropout() -> bool:
+    from ddp.replica.compiled import WithoutDropout
+
+    attention, rows = nn.MultiheadAttention(4, 2, dropout=0.5), torch.ones(3, 2, 4)
+    before = torch.get_rng_state()
+    with WithoutDropout():
+        attention(rows, rows, rows), attention(rows, rows, rows, need_weights=False)
+        F.scaled_dot_product_attention(rows, rows, rows, None, 0.5)
+        for layer in (nn.Dropout(), nn.AlphaDropout(), nn.FeatureAlphaDropout(), nn.Dropout1d()):
+            layer(rows)
+        torch.dropout(rows, 0.5, True)
+    return not torch.equal(torch.get_rng_state(), before)
+
+
+@needs_jax
+def test_dropout_can_be_left_out() -> None:
+    assert not jaxed(draws_without_dropout)
+
+
+def scaled(factor: float, outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs, targets) * factor
+
+
+def second_loss() -> list[float]:
+    """Returns the losses of two fits of one replica, the second of which has another loss; parameters stay."""
+    from ddp.strategies.strategy import Compiled
+
+    module, found = mlp(), list[float]()
+    replica = Compiled.replica_of(module, num_devices=2)
+    for factor in (1, 100):
+        data, optimizer = samples("mlp", torch.float32), torch.optim.SGD(module.parameters(), lr=0.0)
+        loss = partial(scaled, factor)
+        found.append(fitted(replica, data, optimizer, max_steps=3, global_batch=NUM_SAMPLES, loss=loss).train_loss)
+    return found
+
+
+@needs_jax
+def test_a_second_fit_of_a_replica_has_its_own_loss() -> None:
+    first, second = jaxed(second_loss)
+    assert second == pytest.approx(100 * first, rel=1e-5)
+
+
+class Masked(nn.Module):
+    """Has a buffer of infinities, and an extra layer of zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp()
+        self.register_buffer("mask", torch.full((5, 5), -torch.inf).triu(1))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        scores: Tensor = self.inner(inputs)
+        return scores + torch.softmax(scores[:, None] + self.mask, -1).sum(1)
+
+
+def masked(bad: bool) -> tuple[str, float]:
+    """Returns the error, and the loss, where the first share has no sample that counts, or one that is not finite."""
+    module, (inputs, targets) = Masked(), samples("mlp", torch.float32)
+    (plan, *_) = ddp.TrainSampler(len(inputs), global_batch=10, rank=0, world_size=1, seed=5, num_shards=2).plans()
+    first = list(plan.micros[0].indices)
+    if bad:
+        inputs[first[0]] = torch.nan
+    targets[first] = -100
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    loss = nn.CrossEntropyLoss()
+    try:
+        return "", fitted(module, (inputs, targets), optimizer, loss=loss, max_steps=1, devices=2).train_loss
+    except ConfigError as error:
+        return str(error), 0.0
+    except ddp.errors.Diverged:
+        return "diverged", 0.0
+
+
+@needs_jax
+@pytest.mark.parametrize("bad", [False, True])
+def test_shares_without_a_sample_that_counts_and_bad_ones_are_no_difference(bad: bool) -> None:
+    text, loss = jaxed(masked, bad)
+    assert (text, loss > 0) == (("diverged", False) if bad else ("", True))
+
+
+class Pair:
+    """A batch that can be compared with others, and so has no hash."""
+
+    def __init__(self, pairs: Any) -> None:
+        self.inputs, self.targets = map(torch.stack, zip(*pairs, strict=True))
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
+class OfPairs(ddp.Task):
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        return F.cross_entropy(model(batch.inputs), batch.targets, reduction="sum"), len(batch.targets)
+
+
+def of_pairs() -> str:
+    module, data = mlp(), samples("mlp", torch.float32)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    try:
+        fitted(module, data, optimizer, loss=OfPairs(), collate=Pair, max_steps=1, devices=2)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@needs_jax
+def test_a_batch_of_another_class_is_one_sentence() -> None:
+    assert jaxed(of_pairs).startswith("a batch has a Pair, which a compiled step cannot take: make it tensors in")
+
+
+class Uneven(nn.Module):
+    """Asks for a value where it gets three samples, which are not the first share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        scores: Tensor = self.inner(inputs)
+        return scores * float(scores.sum()) if len(inputs) == 3 else scores
+
+
+def uneven() -> str:
+    module, data = Uneven(), samples("mlp", torch.float32)
+    try:
+        fitted(module, data, torch.optim.SGD(module.parameters(), lr=0.1), max_steps=1, devices=2, global_batch=5)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@needs_jax
+def test_a_later_share_that_cannot_be_computed_is_one_sentence() -> None:
+    assert jaxed(uneven).startswith("model and loss ask for a value (")
+
+
+class Views(nn.Module):
+    """Computes with parts of tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        scores, rows = self.inner(inputs), inputs.flatten(1)
+        larger = F.interpolate(scores[:, None], scale_factor=2.0)[:, 0]
+        return torch.einsum("bi,bi->bi", scores * rows[:, :5] + rows[:, 5:10], larger[:, 3:8])
+
+
+def viewed(kind: type[nn.Module], how: dict[str, Any]) -> Tensor:
+    torch.manual_seed(3)
+    module = kind().double()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    fitted(module, samples("mlp"), optimizer, max_steps=2, callbacks=[watch := Watch()], **how)
+    ddp.shutdown()
+    return torch.stack(watch.seen)
+
+
+@needs_jax
+@pytest.mark.parametrize("kind", [Views, Reads])
+def test_parts_of_tensors_may_meet_tensors(kind: type[nn.Module]) -> None:
+    found, (expected,) = jaxed(viewed, kind, {"devices": 2}), run_ranks(viewed, 1, kind, {})
+    assert error_of(found, expected) <= 1e-13
 
 
 def weighed(how: dict[str, Any]) -> Tensor:

@@ -22,8 +22,9 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property
 from itertools import repeat
 from typing import Any, Protocol, runtime_checkable
 
@@ -74,6 +75,16 @@ class StepRules:
     noise_scale_every: int
     batch_checks: Sequence[Callable[[nn.Module, Any, int], None]]
     keeps_buffers: bool
+
+    @cached_property
+    def loss(self) -> Callable[[nn.Module, Any], tuple[Tensor, float | Tensor]]:
+        """Returns a function that returns the loss of a batch, as a sum, and the number of items; always the same."""
+
+        def loss(model: nn.Module, batch: Any) -> tuple[Tensor, float | Tensor]:
+            with explained(batch, model):
+                return sum_and_count(self.task, self.task.loss(model, batch))
+
+        return loss
 
 
 Check = Callable[[StepPlan, Agreement], None]
@@ -223,7 +234,7 @@ def backward(
     if model.compute is not None:
         parts = _shares(state, rules, plan, batches, fetching)
         with state.phase("backward"):
-            model.compute(partial(_loss, rules.task), parts, votes)
+            model.compute(rules.loss, parts, votes)
     elif has_shards:
         for shard in model.shards:
             totals = votes if shard == model.shards[-1] else Totals(measure=measures)
@@ -238,11 +249,6 @@ def backward(
             f"{name_of(rules.task)}.loss returned a loss that was not computed from the model's outputs, so "
             "backward did not reach the model: compute it from model(…), without detach(), item() or torch.tensor()"
         )
-
-
-def _loss(task: Task, model: nn.Module, batch: Any) -> tuple[Tensor, float | Tensor]:
-    """Returns the loss of a batch, as a sum, and the number of items in it."""
-    return sum_and_count(task, task.loss(model, batch))
 
 
 def _shares(
@@ -328,11 +334,17 @@ def forward(state: TrainState, rules: StepRules, micro: Micro, batch: Any) -> tu
         for check in rules.batch_checks:
             check(model.module, batch, len(micro.indices))
     dropout_stream(rules.seed, state.step, micro.shard, micro.part, device)
+    with forward_precision(rules.precision, device):
+        return rules.loss(model, batch)
+
+
+@contextmanager
+def explained(batch: Any, model: nn.Module) -> Iterator[None]:
+    """Notes on an error of the block what the batch was, because the usual cause is that they do not fit each other."""
     try:
-        with forward_precision(rules.precision, device):
-            return sum_and_count(rules.task, rules.task.loss(model, batch))
+        yield
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
-        error.add_note(_about(batch, model))  # the usual cause: they do not fit each other
+        error.add_note(_about(batch, model))
         if TOO_FEW in str(error):
             error.add_note(f"a share of one sample cannot be normalised: {REMEDY}")
         raise
