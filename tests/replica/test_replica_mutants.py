@@ -275,7 +275,7 @@ MUTANTS = {
         f"{IN_SLICES}._drop", "del self._summed[bucket]", "pass", IN_UNITS, "micro_batches"
     ),
     "a released parameter stays readable": Mutant(
-        f"{FLAT}.release", "slot.parameter.data = absent(slot.parameter, nan)", "pass", IN_UNITS, "released"
+        f"{FLAT}.release", "slot.parameter.data = absent(slot.parameter, number)", "pass", IN_UNITS, "released"
     ),
     "a copy of released units is made": Mutant(
         "replica.units._Hook._refuse", "if self._units.is_guarded and", "if False and", IN_UNITS, "released"
@@ -285,9 +285,6 @@ MUTANTS = {
     ),
     "what a forward writes to parameters is lost": Mutant(
         f"{FLAT}.release", "self._refuse_written()", "pass", IN_UNITS, "written"
-    ),
-    "a step takes what lies where gradients were": Mutant(
-        f"{FULLY}._gradient_norm", "if self.model.num_steps == self._num_taken", "if 0", IN_UNITS, "without_backward"
     ),
     "a step without zero_grad adds to nothing": Mutant(
         f"{IN_SLICES}.begin", "and is_absent(gradient)", "and False", IN_UNITS, "without_zero_grad"
