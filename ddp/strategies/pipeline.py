@@ -334,7 +334,7 @@ class Pipeline:
             PeerLost: a stage was lost; the message names it, and the micro-batch that this stage was at.
             RuntimeError: the last step broke off on this rank, so its messages match the others' no more.
         """
-        self._check(inputs, targets, micro_size)
+        self._check(inputs, targets, loss, micro_size)
         if self._replicas and not self._replica and any(each.requires_grad for each in self.parameters()):
             self._replica = BucketedDataParallel(self.module, comm=self._replicas)
         self.num_steps += 1
@@ -355,11 +355,15 @@ class Pipeline:
         self._is_out_of_step = False
         return mean
 
-    def _check(self, inputs: Tensor | None, targets: Tensor | None, micro_size: int) -> None:
+    def _check(self, inputs: Tensor | None, targets: Tensor | None, loss: Loss, micro_size: int) -> None:
         """Refuses what does not fit this rank's stage."""
         where = f"on stage {self.stage} of {self.num_stages}"
         if self._is_out_of_step and not self.comm.is_broken:  # else it says by whose fault
             raise RuntimeError(f"the last step broke off {where}; the ranks are out of step: restart the program")
+        if not torch.is_grad_enabled():
+            raise ConfigError(f"step {where} inside of torch.no_grad(): it computes gradients; call it outside")
+        if self.num_stages - 1 in self._stages and not callable(loss):
+            raise ConfigError(f"loss={loss!r:.60} {where}: give a function of outputs and targets")
         if type(micro_size) is not int or micro_size < 1:
             raise ConfigError(f"micro_size={micro_size!r}: give the number of samples of a micro-batch, from 1 up")
         if 0 not in self._stages and inputs is not None:

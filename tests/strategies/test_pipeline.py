@@ -355,6 +355,8 @@ def refusals() -> list[str]:
         lambda: two.step(inputs[:0], targets, F.cross_entropy, micro_size=2),
         lambda: two.step(inputs, targets[:-1], F.cross_entropy, micro_size=2),
         lambda: two.step(inputs, targets, F.cross_entropy, micro_size=0),
+        lambda: torch.no_grad()(two.step)(inputs, targets, F.cross_entropy, micro_size=2),
+        lambda: two.step(inputs, targets, None, micro_size=2),  # type: ignore[arg-type]
         lambda: two.step(inputs, targets, partial(F.cross_entropy, reduction="none"), micro_size=2),
         lambda: ddp.Pipeline([]),
         lambda: ddp.Pipeline([nn.Linear(4, 3)]),  # type: ignore[list-item]
@@ -395,6 +397,8 @@ SAID = [
     "inputs on stage 0 of 2: it takes a tensor [num_samples, …], and got a tensor [0, 4] of torch.float32",
     "13 targets for 14 inputs: give one for each",
     "micro_size=0: give the number of samples of a micro-batch, from 1 up",
+    "step on stage 0 of 2 inside of torch.no_grad(): it computes gradients; call it outside",
+    "loss=None on stage 0 of 2: give a function of outputs and targets",
     "loss returns a tensor [2] of torch.float32: it must return one number, the mean of a micro-batch",
     "0 stages on 1 ranks: give as many ranks as stages, a multiple of that, or one",
     "stage 0 is Linear: give a function that makes it, without arguments",
