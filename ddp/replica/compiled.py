@@ -185,7 +185,7 @@ class CompiledDataParallel(Replica):
             ConfigError: shares have other parts, or parts of other types.
         """
         shares = [share for share in part if share is not None]
-        columns = list(zip(*(tensors_in(share.batch) for share in shares), strict=False))
+        columns = list(zip(*(tensor_leaves(share.batch) for share in shares), strict=False))
         specs = {tree.tree_structure(share.batch) for share in shares}
         if len(specs) > 1 or any(len({(leaf.dtype, leaf.dim()) for leaf in column}) > 1 for column in columns):
             raise ConfigError("the samples of some devices have other parts, or parts of other types, than the rest")
@@ -377,7 +377,7 @@ class CompiledDataParallel(Replica):
         key = form, modes, tuple(self._trained), self._drops
         program = self._alone.setdefault(key, jax.jit(partial(self._of_share, form)))
         try:
-            arrays = list(map(array_of, tensors_in(share.batch)))
+            arrays = list(map(array_of, tensor_leaves(share.batch)))
             vector, after = program(frozen, weights, buffers, arrays, np.uint64(share.seed))
         except Exception as error:
             raise _not_compiled(error) from error
@@ -415,7 +415,10 @@ IN_PLACE = re.compile(r".*[^_]_|__setitem__|__i(?!nvert).*__")  # names of opera
 
 
 class RunningStatistics(TorchFunctionMode):
-    """Updates the running mean and variance of BatchNorm layers, which torchax leaves as they are."""
+    """Updates the running mean and variance of BatchNorm layers, which torchax leaves as they are.
+
+    It also takes a tensor of the program's own to the devices where it meets one that is there.
+    """
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -467,7 +470,7 @@ class WithoutDropout(TorchFunctionMode):
 def _on_devices(values: Any) -> Any:
     """Returns values with their tensors on devices if any of them is there, such as a loss's weights of classes."""
     kinds = torchax.tensor.Tensor, View
-    if len({isinstance(each, kinds) for each in tensors_in(values)}) < 2:
+    if len({isinstance(each, kinds) for each in tensor_leaves(values)}) < 2:
         return values
     to_xla = torchax.default_env().to_xla
     return tree.tree_map_only(Tensor, lambda each: each if isinstance(each, kinds) else to_xla(each), values)
@@ -489,7 +492,7 @@ def form_of(batch: Any) -> Form:
     return Form(spec, tuple(tuple(leaf.shape) if isinstance(leaf, Tensor) else leaf for leaf in leaves))
 
 
-def tensors_in(batch: Any) -> list[Tensor]:
+def tensor_leaves(batch: Any) -> list[Tensor]:
     """Returns the tensors of a batch, in the order of its leaves."""
     return [leaf for leaf in tree.tree_leaves(batch) if isinstance(leaf, Tensor)]
 

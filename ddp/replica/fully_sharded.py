@@ -2,7 +2,8 @@
 
     made         each unit of the model becomes rank 0's, and a rank keeps its slice
     forward      collective: `units.py` gathers what computes
-    backward     collective; buckets are units, and `in_slices.py` keeps a slice of each sum
+    backward     collective; buckets are units, and `in_slices.py` keeps a slice of each sum; by shards, `ShardsOfUnits`
+                 keeps sums whole until the last one
     between      `whole()` gathers all, for reading and writing; `state_dict()` gathers one unit after another
 
 A rank without samples takes part in the forward and the backward of the others.

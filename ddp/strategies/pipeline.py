@@ -18,9 +18,8 @@ neighbour. This completes whatever the checker has proven, whose sends wait (not
 
 Note "forms". A receiver must know a tensor's shape and dtype. The shape of the batch, `micro_size`, a digest of the
 schedule, and the numbers of pipeline and step travel down all stages at the beginning of a step, while the first stage
-computes. The form of an activation
-travels ahead of the first micro-batch whose inputs have its shape, once in a run: of the first one, of a shorter last
-one, and again if the inputs change. A gradient has its activation's form.
+computes. The form of an activation travels ahead of the first micro-batch whose inputs have its shape, once in a run:
+of the first one, of a shorter last one, and again if the inputs change. A gradient has its activation's form.
 
 Note "the mean". `loss` returns the mean over a micro-batch, as torch's losses do. Each mean is weighted by its share of
 the batch's samples, so gradients are those of the mean over the batch, also if the last micro-batch is shorter.

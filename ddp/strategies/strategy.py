@@ -22,7 +22,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import import_module
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -360,9 +360,7 @@ class Compiled(Replicated):
         """
         comm = comm or current()
         if comm.world_size > 1:
-            raise ConfigError(
-                f"strategy=tpu: one process has all devices, and here are {comm.world_size} ranks; start one"
-            )
+            raise ConfigError(f"strategy=tpu: one process has all devices, and there are {comm.world_size}; start one")
         try:
             compiled = import_module("ddp.replica.compiled")
         except Exception as error:  # of any kind, if one does not fit the other, or torch
@@ -371,10 +369,9 @@ class Compiled(Replicated):
         devices = compiled.devices_of(num_devices)
         name = "ring" if comm.plan.algorithm == "auto" else comm.plan.algorithm
         schedule = all_reduce_schedules((tuple(range(len(devices))),))[name]
+        given = {"schedule": schedule, "name": name, "devices": devices, "comm": comm}
         unused = how.get("find_unused_parameters", False)
-        given = {"schedule": schedule, "devices": devices, "comm": comm, "find_unused_parameters": unused}
-        replica: Replica = compiled.CompiledDataParallel(module, name=name, **given)
-        return replica
+        return cast(Replica, compiled.CompiledDataParallel(module, find_unused_parameters=unused, **given))
 
     @classmethod
     def takes(cls, replica: Replica) -> bool:

@@ -260,8 +260,11 @@ def sampler_for(given: FitArguments, inputs: Inputs, comm: Communicator) -> tupl
     order = order_of(given.batches.order, inputs.source)
     sampler_arguments = {**given.batches.sampler_arguments, "order": order, "global_batch": given.global_batch}
     num_shards, member = _num_shards(given, comm), current_member()
-    if (num_devices := inputs.replica.num_devices) > 1:
-        num_shards = num_devices
+    if inputs.replica.compute is not None:
+        num_shards = inputs.replica.num_devices
+        if (asked := given.batches.num_shards) not in (None, num_shards):
+            each = f"each of {num_shards} devices has one"
+            raise ConfigError(f"num_shards={asked}: with strategy='tpu' {each}; leave it out")
     if num_shards is None and member is not None and not isinstance(given.strategy, Rounds):
         num_shards = member.limits.max_workers  # so that a step's parts stay the same
     sampler_arguments |= {"rank": comm.rank, "world_size": comm.world_size, "num_shards": num_shards}

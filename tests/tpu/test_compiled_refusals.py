@@ -246,9 +246,13 @@ def test_what_cannot_be_compiled_is_one_sentence(name: str) -> None:
 
 
 def of_ten() -> str:
+    return of_devices(devices=10)
+
+
+def of_devices(**how: Any) -> str:
     module = mlp()
     try:
-        fitted(module, samples("mlp"), torch.optim.SGD(module.parameters(), lr=0.1), max_steps=1, devices=10)
+        fitted(module, samples("mlp"), torch.optim.SGD(module.parameters(), lr=0.1), max_steps=1, **how)
     except ConfigError as error:
         return str(error)
     return ""
@@ -558,6 +562,16 @@ def test_a_loss_may_hold_a_tensor_of_its_own() -> None:
     assert error_of(found, expected) <= 1e-13
 
 
+def with_more_shares() -> str:
+    return of_devices(devices=2, num_shards=4)
+
+
+@needs_jax
+def test_each_device_has_one_share() -> None:
+    said = "num_shards=4: with strategy='tpu' each of 2 devices has one; leave it out"
+    assert jaxed(with_more_shares) == said
+
+
 # --- what needs no JAX -----------------------------------------------------------------------------------------------
 
 
@@ -581,7 +595,7 @@ def refused(word: str) -> str:
 
 
 def test_several_ranks_are_refused() -> None:
-    words = "strategy=tpu: one process has all devices, and here are 2 ranks; start one"
+    words = "strategy=tpu: one process has all devices, and there are 2; start one"
     assert run_ranks(refused, 2, "tpu") == [words, words]
 
 
@@ -608,3 +622,9 @@ def test_the_command_line_says_so_before_a_worker_starts(monkeypatch: pytest.Mon
     monkeypatch.setattr(checks, "find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=r"^strategy=tpu needs JAX and torchax: pip install '\.\[tpu\]'$"):
         checks.check_strategy(from_plain({"strategy": {"name": "tpu"}}))
+
+
+def test_a_run_of_more_workers_goes_on_with_a_share_for_each_device() -> None:
+    config = from_plain({"strategy": {"name": "tpu"}, "cluster": {"workers": 2}})
+    checks.resolve(config, num_shards=4)
+    assert (config.batch.num_shards, config.device) == (2, "cpu")

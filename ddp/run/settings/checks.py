@@ -208,7 +208,8 @@ def resolve(config: Config, *, local_workers: int | None = None, num_shards: int
     if config.batch.num_shards is None and not grows:
         parts = config.strategy.num_parts(config.cluster.max_workers or workers)
         fits = num_shards is not None and parts <= num_shards <= config.batch.global_size
-        fits = fits and not isinstance(config.strategy, Rounds)  # in which each worker has one share
+        has_one = isinstance(config.strategy, Rounds) or config.strategy.name == "tpu"  # share for each worker
+        fits = fits and not has_one
         config.batch.num_shards = num_shards if fits else NUM_SHARDS if config.same_bits.on else parts
     schedule = config.schedule
     if all(getattr(schedule, f"warmup_{unit}") is None for unit in WARMUPS):

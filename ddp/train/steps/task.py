@@ -126,7 +126,9 @@ def outputs_of(model: nn.Module, batch: Batch) -> Tensor:
 
 def at_least_float32(logits: Tensor) -> Tensor:
     """Returns half-precision logits as float32, because a sum of thousands of losses needs the digits; others as is."""
-    return logits.float() if logits.dtype.itemsize < 4 else logits
+    # torch.promote_types would stop a trace (`replica/compiled.py`)
+    is_wide = logits.dtype.is_complex or (logits.dtype.is_floating_point and logits.dtype.itemsize >= 4)
+    return logits if is_wide else logits.float()
 
 
 # --- A task from a plain function loss(outputs, targets), such as `torch.nn.functional.cross_entropy` ----------------
